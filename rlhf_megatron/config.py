@@ -1,0 +1,59 @@
+"""The tree of configs: load, override, validate.
+
+Each part's dataclass is declared in the `config.py` of the room that uses it; this file joins them.
+"""
+
+from dataclasses import dataclass
+
+from rlhf_megatron.algorithms.config import PpoConfig
+from rlhf_megatron.checkpoint.config import ExportConfig
+from rlhf_megatron.data.config import DataConfig, EvaluationConfig, WarmupConfig
+from rlhf_megatron.distributed.config import DistributedConfig
+from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
+from rlhf_megatron.observability.config import LoggingConfig
+from rlhf_megatron.reshard.config import ParityConfig, ReshardConfig
+from rlhf_megatron.rewards.config import RewardConfig
+from rlhf_megatron.rollout.config import RolloutConfig
+from rlhf_megatron.schema import items, number
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The run as a whole."""
+
+    name: str = "ppo"
+    """Name of the run in logs and trackers."""
+
+    output_dir: str = ""
+    """Folder for everything the run writes. Required. Made if missing; a folder that already holds
+    a run's metrics.jsonl is refused unless overwrite is set."""
+
+    overwrite: bool = False
+    """Move an existing run in output_dir aside (to output_dir.old-N) and start afresh."""
+
+    steps: int = number(100, minimum=0)
+    """PPO steps. 0 only prepares, evaluates and exports."""
+
+    seed: int = number(1, minimum=0)
+    """Seed of everything: data order, sampling, initialisation of the value head."""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """The whole configuration of a training run."""
+
+    run: RunConfig = items(RunConfig)
+    data: DataConfig = items(DataConfig)
+    evaluation: EvaluationConfig = items(EvaluationConfig)
+    warmup: WarmupConfig = items(WarmupConfig)
+    actor: ActorConfig = items(ActorConfig)
+    critic: CriticConfig = items(CriticConfig)
+    ref: ReferenceConfig = items(ReferenceConfig)
+    reward: RewardConfig = items(RewardConfig)
+    rollout: RolloutConfig = items(RolloutConfig)
+    ppo: PpoConfig = items(PpoConfig)
+    reshard: ReshardConfig = items(ReshardConfig)
+    parity: ParityConfig = items(ParityConfig)
+    export: ExportConfig = items(ExportConfig)
+    logging: LoggingConfig = items(LoggingConfig)
+    distributed: DistributedConfig = items(DistributedConfig)

@@ -1,0 +1,23 @@
+"""The two kinds of error a user can cause, and the exit codes of the command lines."""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED_RESUMABLE = 3
+
+
+class UserError(ValueError):
+    """Bad usage, configuration or input: shown as one message without a traceback, exit code 2.
+
+    The message names the key or file, its value, the rule it breaks and the way out.
+    """
+
+
+class ConfigError(UserError):
+    """Every problem found in a configuration, one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__(f"configuration: {head}\n" + "\n".join(f"  - {p}" for p in self.problems))

@@ -1,0 +1,113 @@
+"""Options of the models: one dataclass per role."""
+
+from dataclasses import dataclass
+
+from rlhf_megatron.distributed.config import ParallelConfig
+from rlhf_megatron.schema import choice, items, number
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, and its learning-rate schedule."""
+
+    learning_rate: float = number(1e-6, minimum=0)
+    """Peak learning rate. 0 runs every phase without changing a weight (a control run)."""
+
+    minimum_learning_rate: float = number(0.0, minimum=0)
+    """Where the schedule ends. At most learning_rate. Default 0."""
+
+    schedule: str = choice("constant", "linear", "cosine")
+    """Shape after the warm-up: constant (default), or a linear or cosine fall to
+    minimum_learning_rate at the run's last step."""
+
+    warmup_steps: int = number(0, minimum=0)
+    """Steps over which the rate climbs linearly from 0. The first step after k of n warm-up steps
+    takes (k + 1) / (n + 1) of the peak, so no step is wasted at rate 0. Default 0."""
+
+    weight_decay: float = number(0.0, minimum=0)
+    """Decoupled weight decay of matrices (norms and biases are spared). Default 0."""
+
+    beta1: float = number(0.9, minimum=0, maximum=1)
+    """Decay of Adam's first moment. Default 0.9."""
+
+    beta2: float = number(0.95, minimum=0, maximum=1)
+    """Decay of Adam's second moment. Default 0.95."""
+
+    epsilon: float = number(1e-8, minimum=0, exclusive=True)
+    """Adam's denominator offset. Default 1e-8."""
+
+    clip_grad: float = number(1.0, minimum=0)
+    """Largest global gradient norm; larger gradients are scaled down. 0 switches clipping off.
+    Default 1."""
+
+
+@dataclass(kw_only=True)
+class ActorConfig:
+    """The policy that is trained."""
+
+    model: str = ""
+    """Hugging Face directory of the starting weights. Required."""
+
+    precision: str = choice("bf16", "fp32")
+    """bf16: weights and activations in bfloat16 with float32 master weights in the optimizer.
+    fp32: everything in float32. Default bf16."""
+
+    layer_spec: str = choice("auto", "local", "transformer_engine")
+    """Layer implementation. "auto" (the default) takes Transformer Engine where it imports and the
+    device is a GPU, else the project's own norm and attention in Megatron-Core's local layers."""
+
+    recompute: str = choice("none", "selective", "full")
+    """Activations recomputed in the backward pass: none (default), the attention core, or whole
+    layers."""
+
+    parallel: ParallelConfig = items(ParallelConfig)
+    """Layout of the actor's training ranks."""
+
+    optimizer: OptimizerConfig = items(OptimizerConfig)
+    """Optimizer of the actor."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The value model: a scalar head in place of the output layer."""
+
+    model: str = ""
+    """Hugging Face directory of the starting weights: a language model (the head starts at 0) or a
+    sequence-classification model with one label (its head is taken over). May be another, smaller
+    architecture with the actor's vocabulary. Empty (the default) takes the actor's directory."""
+
+    precision: str = choice("bf16", "fp32")
+    """As actor.precision; must equal it, since the roles exchange tensors. Default bf16."""
+
+    layer_spec: str = choice("auto", "local", "transformer_engine")
+    """As actor.layer_spec."""
+
+    recompute: str = choice("none", "selective", "full")
+    """As actor.recompute."""
+
+    parallel: ParallelConfig = items(ParallelConfig)
+    """Layout of the critic's ranks. Free to differ from the actor's."""
+
+    optimizer: OptimizerConfig = items(lambda: OptimizerConfig(learning_rate=5e-6))
+    """Optimizer of the critic. Default learning rate 5e-6."""
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig:
+    """The frozen policy that the KL penalty measures against."""
+
+    model: str = ""
+    """Hugging Face directory. Empty (the default) takes the actor's directory: the policy before
+    training (after the supervised warm-up, where there is one)."""
+
+    precision: str = choice("bf16", "fp32")
+    """As actor.precision; must equal it."""
+
+    layer_spec: str = choice("auto", "local", "transformer_engine")
+    """As actor.layer_spec."""
+
+    parallel: ParallelConfig = items(ParallelConfig)
+    """Layout of the reference's ranks. Free to differ from the actor's."""
+
+    offload: bool = False
+    """Keep the weights in host memory between uses. Default false."""

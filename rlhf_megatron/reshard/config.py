@@ -1,0 +1,33 @@
+"""Options of the weight sync from training to rollout layout."""
+
+from dataclasses import dataclass
+
+from rlhf_megatron.schema import choice, number
+
+
+@dataclass(kw_only=True)
+class ReshardConfig:
+    """How the actor's weights travel into the engines."""
+
+    bucket_mb: float = number(256.0, minimum=0, exclusive=True)
+    """Largest transfer buffer in 10^6 bytes; at most two exist at once. A larger tensor is cut.
+    Default 256."""
+
+    verify: str = choice("first", "always", "never")
+    """Compare fingerprints of every logical tensor on both sides after the first sync (default),
+    after each, or never."""
+
+
+@dataclass(kw_only=True)
+class ParityConfig:
+    """Agreement of trainer and rollout engine on the log-probs of the sampled tokens."""
+
+    logprob_abs_diff_max: float = number(0.0, minimum=0)
+    """Largest |trainer - engine| log-prob of a sampled token. 0 (default): 1e-3 in float32 and 1.0
+    in bf16, where a rare token may differ much."""
+
+    logprob_abs_diff_mean: float = number(0.0, minimum=0)
+    """Largest mean of the same. 0 (default): 1e-4 in float32 and 0.05 in bf16."""
+
+    action: str = choice("stop", "warn")
+    """What a breach does: end the run with the likely causes (default), or only say so."""

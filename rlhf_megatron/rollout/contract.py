@@ -1,0 +1,71 @@
+"""What a rollout engine is, and what it takes and gives."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlhf_megatron.batch import RaggedBatch
+from rlhf_megatron.layout.boxes import RankLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt to answer. `prompt_id` is its row number in the prompt set."""
+
+    prompt_id: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParameters:
+    """How responses are drawn. temperature 0 is greedy (evaluation only)."""
+
+    temperature: float
+    max_response_tokens: int
+    responses_per_prompt: int
+    stop_token_ids: tuple[int, ...]
+    """Every token that ends a response, the model's EOS included. The stop token is kept."""
+
+
+class RolloutEngine(ABC):
+    """One engine, on the ranks `ranks` (ascending), each of which holds one tensor-parallel shard.
+
+    All methods are collective over the engine's ranks: each calls them with the same arguments.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingParameters, step: int
+    ) -> RaggedBatch:
+        """Answer each prompt `responses_per_prompt` times.
+
+        Returns, the same on all ranks of the engine, in the order of (prompt, sample): sample
+        fields `prompt_ids`, `sample_indices`, `truncated` (bool), `weight_versions`, `seeds`;
+        response fields `rollout_logprobs` (float32, of the tempered distribution; for greedy
+        sampling of the untempered one) and `loss_mask` (float32, ones).
+        """
+
+    @abstractmethod
+    def parameters(self) -> dict[str, Tensor]:
+        """The live parameter tensors of this rank, to be written in place."""
+
+    @abstractmethod
+    def layout(self) -> RankLayout:
+        """Where the logical tensors lie in `parameters()`, for this rank."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give up device memory until `wake`. A no-op where the engine cannot."""
+
+    @abstractmethod
+    def wake(self, *, tags: Sequence[str]) -> None:
+        """Take back "weights", then "kv_cache". A no-op where `sleep` is."""
+
+    @abstractmethod
+    def weights_written(self, *, version: int) -> None:
+        """New weights are in place: drop caches computed with the old ones, note the version."""
