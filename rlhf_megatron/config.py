@@ -1,14 +1,20 @@
-"""The tree of configs: load, override, validate.
+"""The tree of configs, and how it is loaded.
 
 Each part's dataclass is declared in the `config.py` of the room that uses it; this file joins them.
+`loader` reads files and overrides, `validation` holds the rules that span several keys.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from omegaconf import OmegaConf
 
 from rlhf_megatron.algorithms.config import PpoConfig
 from rlhf_megatron.checkpoint.config import ExportConfig
 from rlhf_megatron.data.config import DataConfig, EvaluationConfig, WarmupConfig
 from rlhf_megatron.distributed.config import DistributedConfig
+from rlhf_megatron.errors import ConfigError
+from rlhf_megatron.loader import load
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
 from rlhf_megatron.observability.config import LoggingConfig
 from rlhf_megatron.reshard.config import ParityConfig, ReshardConfig
@@ -57,3 +63,20 @@ class Config:
     export: ExportConfig = items(ExportConfig)
     logging: LoggingConfig = items(LoggingConfig)
     distributed: DistributedConfig = items(DistributedConfig)
+
+
+def load_config(paths: Sequence[str], *, overrides: Sequence[str] = ()) -> Config:
+    """The YAML files merged in order, then the `key.path=value` overrides, onto the tree above.
+
+    Raises ConfigError with all problems at once: unknown keys, types, bounds, choices, files.
+    `validation.load_and_validate` adds the rules that span several keys to the same message.
+    """
+    loaded = load(Config, paths=paths, overrides=overrides)
+    if loaded.problems:
+        raise ConfigError(loaded.problems)
+    return loaded.config
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole configuration as YAML, defaults included; loading it gives `config` again."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

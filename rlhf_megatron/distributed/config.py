@@ -31,7 +31,7 @@ class ParallelConfig:
 
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel regions along the sequence. Needs
-    tensor_model_parallel_size > 1 (with 1 it changes nothing). Default false."""
+    tensor_model_parallel_size > 1, and is refused with 1. Default false."""
 
     ranks: str = "all"
     """The global ranks of the role, ascending: "all", or a list such as "0-3,6". Default all."""

@@ -17,8 +17,8 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """`(ranks, layout, grid order)` of one role: global ranks, ascending, numbered over the grid with
-    the first dimension of `order` fastest."""
+    """`(ranks, layout, grid order)` of one role: global ranks, ascending, numbered over the grid
+    with the first dimension of `order` fastest."""
 
     ranks: tuple[int, ...]
     tensor_model_parallel_size: int = 1

@@ -1,0 +1,133 @@
+"""The distributed start: device, backend, rendezvous, and a clean end."""
+
+import os
+import random
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.distributed.config import DistributedConfig
+from rlhf_megatron.errors import ConfigError, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedContext:
+    """Who this process is among its peers, and where its tensors live."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    timeout_seconds: float
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def node_of(self, rank: int) -> int:
+        """Node number of a global rank; launchers number ranks node by node."""
+        return rank // self.local_world_size
+
+
+def choose_device(name: str, *, local_rank: int) -> torch.device:
+    """The device of this process for `distributed.device`.
+
+    Raises UserError where "cuda" is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError(
+            "distributed.device=cuda: torch sees no CUDA device here; take auto or cpu, or install "
+            "a CUDA build of torch and check `nvidia-smi`"
+        )
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def world_size_from_environment() -> int:
+    """WORLD_SIZE as torchrun or srun set it; 1 for a plain `python` start."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_from_environment() -> int:
+    """RANK as torchrun or srun set it; 0 for a plain `python` start."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def start(config: DistributedConfig) -> DistributedContext:
+    """Join the job: choose the device, initialise torch.distributed, redirect CUDA on a CPU.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them
+    the job is this one process. Raises UserError where some are missing.
+    """
+    single = "WORLD_SIZE" not in os.environ
+    if single:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    rank, world_size = rank_from_environment(), world_size_from_environment()
+    missing = [
+        f"{name}: not set, though WORLD_SIZE={world_size} is; start with torchrun or srun"
+        for name in ("RANK", "LOCAL_RANK", *(() if single else ("MASTER_ADDR", "MASTER_PORT")))
+        if name not in os.environ
+    ]
+    if missing:
+        raise ConfigError(missing)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+    device = choose_device(config.device, local_rank=local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        from rlhf_megatron.distributed.cpu_platform import use_cpu_in_place_of_cuda
+
+        use_cpu_in_place_of_cuda()
+
+    timeout = timedelta(seconds=config.timeout_seconds)
+    # No device_id: a bound device makes new_group split the parent communicator, which needs every
+    # rank of the job, while role groups are made by their members alone (groups.py).
+    if single:
+        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    return DistributedContext(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        device=device,
+        backend=backend,
+        timeout_seconds=config.timeout_seconds,
+    )
+
+
+def seed_everything(seed: int, *, data_parallel_rank: int) -> None:
+    """Seed Python, NumPy and torch: equal within a model replica, distinct between replicas.
+
+    The tensor-parallel tracker is seeded per role (models/build.py).
+    """
+    random.seed(seed + data_parallel_rank)
+    np.random.seed((seed + data_parallel_rank) % 2**32)
+    torch.manual_seed(seed + data_parallel_rank)
+
+
+def finish(exit_code: int) -> None:
+    """End the process after all ranks have arrived.
+
+    Leaves through os._exit: vLLM's and NCCL's destructors run in no useful order at interpreter
+    exit (a deleted engine destroys the trainer's process group) and print alarming tracebacks.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,250 @@
+"""Runs a Megatron model over micro-batches: inference and training steps. Knows no PPO.
+
+Every method is collective over the role's ranks. Results come back the same on every rank of the
+job, through one sum over `job_group` in which each value is contributed once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlhf_megatron.engine.microbatch import MicroBatch
+from rlhf_megatron.engine.optimizer import (
+    as_float,
+    build_optimizer,
+    in_model_precision,
+    set_rates,
+    wrap_for_training,
+)
+from rlhf_megatron.models.build import LM_HEAD, RoleModel
+from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.models.vocab_parallel import TokenLogProbs, token_log_probs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossResult:
+    """A micro-batch's loss as a sum and its count.
+
+    The gradient of an optimizer step is that of (sum of loss_sum over micro-batches and replicas)
+    / (sum of count): exact for any split, never a mean of means.
+    """
+
+    loss_sum: Tensor  # scalar, differentiable
+    count: Tensor  # integer scalar
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """name -> (sum, count), both scalars; they add up over micro-batches and replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step."""
+
+    grad_norm: float
+    updated: bool
+    metrics: dict[str, float]
+    """Global means: sum / count over the whole mini-batch."""
+
+
+LossFunction = Callable[[Tensor, MicroBatch], LossResult]
+"""(the model's output [T, H or 1], micro-batch) -> loss, on the last pipeline stage."""
+
+
+class ModelEngine:
+    """One role's model on this rank, with its optimizer where it is trained."""
+
+    def __init__(
+        self,
+        model: RoleModel,
+        *,
+        device: torch.device,
+        job_group: dist.ProcessGroup,
+        optimizer_config: OptimizerConfig | None = None,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.job_group = job_group
+        self.optimizer_config = optimizer_config
+        self.optimizer: Any = None
+        self._wrapped: Any = None
+        with model.groups.active():
+            if optimizer_config is None:
+                self._module = in_model_precision(model)
+                self._module.requires_grad_(False)
+            else:
+                self._module = self._wrapped = wrap_for_training(model)
+                self.reset_optimizer()
+
+    @property
+    def pad_to_multiple(self) -> int:
+        """Micro-batches' token counts must be a multiple of this."""
+        config = self.model.config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    def reset_optimizer(self) -> None:
+        """A fresh optimizer over the present weights."""
+        assert self.optimizer_config is not None
+        with self.model.groups.active():
+            self.optimizer = build_optimizer(
+                self.model, wrapped=self._wrapped, config=self.optimizer_config
+            )
+
+    def log_probs(
+        self, hidden: Tensor, *, micro_batch: MicroBatch, temperature: float
+    ) -> TokenLogProbs:
+        """Log-prob and entropy of each response token from the output [T, H]: each [R]."""
+        return token_log_probs(
+            hidden[micro_batch.state_indices],
+            weight=self.model.output_weight,
+            targets=micro_batch.targets,
+            shard=self.model.vocab_shard,
+            temperature=temperature,
+        )
+
+    def infer(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        outputs: Callable[[Tensor, MicroBatch], dict[str, tuple[Tensor, Tensor]]],
+        sizes: dict[str, int],
+    ) -> dict[str, Tensor]:
+        """Forward without gradients.
+
+        `outputs` turns the model's output into name -> (values, rows of the whole batch); the
+        result holds, for each name of `sizes`, a float32 CPU tensor of that length with the values
+        of all replicas in place.
+        """
+        buffers = {name: torch.zeros(n, device=self.device) for name, n in sizes.items()}
+
+        def collect(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
+            if self.model.groups.coordinates.tp == 0:
+                for name, (values, rows) in outputs(output, micro_batch).items():
+                    buffers[name][rows.to(self.device)] = values.float()
+            elif self.model.head == LM_HEAD:
+                outputs(output, micro_batch)  # its collectives span the TP ranks
+            return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device), {}
+
+        self._module.eval()
+        with torch.no_grad():
+            self._run(micro_batches, collect, forward_only=True)
+        for buffer in buffers.values():
+            dist.all_reduce(buffer, group=self.job_group)
+        return {name: buffer.cpu() for name, buffer in buffers.items()}
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, loss: LossFunction, learning_rate: float
+    ) -> StepResult:
+        """Accumulate gradients over the micro-batches, clip, and take one optimizer step."""
+        assert self.optimizer is not None and self.optimizer_config is not None
+        collected: list[dict[str, tuple[Tensor, Tensor]]] = []
+
+        def weighed(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
+            result = loss(output, micro_batch)
+            collected.append(result.metrics)
+            # Keeps the output in the graph of a micro-batch without response tokens.
+            loss_sum = result.loss_sum + 0.0 * output.sum()
+            return loss_sum, result.count.to(torch.int), {}
+
+        self._module.train()
+        self._wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(micro_batches, weighed, forward_only=False)
+        set_rates(
+            self.optimizer,
+            learning_rate=learning_rate,
+            weight_decay=self.optimizer_config.weight_decay,
+        )
+        with self.model.groups.active():
+            updated, grad_norm, _ = self.optimizer.step()
+        return StepResult(
+            grad_norm=as_float(grad_norm),
+            updated=bool(updated),
+            metrics=self._global_means(collected),
+        )
+
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict]],
+        *,
+        forward_only: bool,
+    ) -> None:
+        def forward_step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
+            micro_batch = next(batches)
+            options = {"fp32_output": False} if self.model.config.bf16 else {}
+            output = module(
+                micro_batch.tokens,
+                micro_batch.packed.position_ids[None],  # type: ignore[index]
+                None,
+                packed_seq_params=micro_batch.packed,
+                **options,
+            )
+            return output, partial(_last_stage_loss, loss, micro_batch)
+
+        groups = self.model.groups
+        with groups.active():
+            get_forward_backward_func(
+                pp_size=groups.layout.pipeline_model_parallel_size, vp_size=None
+            )(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=[self._module],
+                num_microbatches=len(micro_batches),
+                seq_length=max(m.tokens.size(1) for m in micro_batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                pg_collection=groups.collection,
+                **_pipeline_options(self.model),
+            )
+
+    def _global_means(
+        self, collected: Sequence[dict[str, tuple[Tensor, Tensor]]]
+    ) -> dict[str, float]:
+        """Add the metrics up over micro-batches and replicas; known on the last stage only."""
+        groups = self.model.groups
+        contributes = groups.is_last_stage and groups.coordinates.tp == 0
+        names: list[str] = sorted(collected[0]) if contributes else []
+        shared: list[Any] = [names]
+        # Names come from the last stage's rank of the first replica; all contribute the same.
+        source = groups.layout.rank(
+            tp=0, dp=0, pp=groups.layout.pipeline_model_parallel_size - 1
+        )
+        dist.broadcast_object_list(shared, src=source, group=self.job_group)
+        names = shared[0]
+        totals = torch.zeros(2, len(names), dtype=torch.float64)
+        if contributes:
+            for metrics in collected:
+                for column, name in enumerate(names):
+                    totals[0, column] += float(metrics[name][0])
+                    totals[1, column] += float(metrics[name][1])
+        totals = totals.to(self.device)
+        dist.all_reduce(totals, group=self.job_group)
+        sums, counts = totals.cpu().tolist()
+        return {n: s / max(c, 1.0) for n, s, c in zip(names, sums, counts, strict=True)}
+
+
+def _last_stage_loss(
+    loss: Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict]],
+    micro_batch: MicroBatch,
+    output: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """The schedule hands over the model's output, [1, T, H or 1]."""
+    return loss(output[0], micro_batch)
+
+
+def _pipeline_options(model: RoleModel) -> dict[str, Any]:
+    """With explicit groups the pipelined schedule wants its communicator as well."""
+    if model.groups.layout.pipeline_model_parallel_size == 1:
+        return {}
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    return {
+        "p2p_communicator": P2PCommunicator(
+            pp_group=model.groups.collection.pp, config=model.config
+        )
+    }

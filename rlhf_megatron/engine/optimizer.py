@@ -1,0 +1,75 @@
+"""The distributed optimizer of a role: AdamW over float32 master weights, sharded over replicas."""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.transformer.module import Float16Module
+
+from rlhf_megatron.models.build import RoleModel
+from rlhf_megatron.models.config import OptimizerConfig
+
+
+def in_model_precision(model: RoleModel) -> Any:
+    """The GPTModel as the schedules run it: wrapped where activations are bf16."""
+    return Float16Module(model.config, model.gpt) if model.config.bf16 else model.gpt
+
+
+def wrap_for_training(model: RoleModel) -> DistributedDataParallel:
+    """Gradient buffers in float32, reduced once per optimizer step as sums, not means."""
+    module = in_model_precision(model)
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=True,
+    )
+    wrapped = DistributedDataParallel(
+        model.config, options, module, pg_collection=model.groups.collection
+    )
+    model.config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def build_optimizer(
+    model: RoleModel, *, wrapped: DistributedDataParallel, config: OptimizerConfig
+) -> Any:
+    """Megatron-Core's distributed optimizer; the learning rate is set before each step."""
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.epsilon,
+        clip_grad=config.clip_grad,
+        use_distributed_optimizer=True,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+    )
+    optimizer = get_megatron_optimizer(
+        options,
+        [wrapped],
+        config_overrides=get_standard_config_overrides(options),
+        use_gloo_process_groups=False,
+        pg_collection=model.groups.collection,
+    )
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def set_rates(optimizer: Any, *, learning_rate: float, weight_decay: float) -> None:
+    """Set this step's rates; norms and biases (wd_mult 0) are spared the decay."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def as_float(value: Any) -> float:
+    """Gradient norms are floats, or tensors where Transformer Engine is installed."""
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)

@@ -1,0 +1,227 @@
+"""Build a role's Megatron-Core model over its own process groups."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rlhf_megatron.distributed.groups import RoleGroups
+from rlhf_megatron.layout.architecture import ModelArchitecture
+from rlhf_megatron.layout.boxes import RankLayout
+from rlhf_megatron.layout.megatron import megatron_rank_layout, padded_vocab_size
+from rlhf_megatron.models.compat import transformer_engine_imports
+from rlhf_megatron.models.heads import ValueHead, replace_output_layer
+from rlhf_megatron.models.layers import PackedRotaryEmbedding, block_spec
+from rlhf_megatron.models.vocab_parallel import VocabShard
+
+logger = logging.getLogger(__name__)
+
+LM_HEAD = "lm"
+VALUE_HEAD = "value"
+
+
+@dataclass
+class RoleModel:
+    """One rank's part of a role's model, and how to find its way in it."""
+
+    arch: ModelArchitecture
+    head: str
+    groups: RoleGroups
+    config: TransformerConfig
+    gpt: GPTModel
+    fused_norms: bool
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Live parameters by GPTModel's names."""
+        return dict(self.gpt.named_parameters())
+
+    def rank_layout(self, rank: int) -> RankLayout:
+        """Where the logical tensors lie on any rank of the role."""
+        layout = self.groups.layout
+        at = layout.coordinates(rank)
+        return megatron_rank_layout(
+            self.arch,
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            tp_rank=at.tp,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            stage=at.pp,
+            head=self.head,
+            fused_norms=self.fused_norms,
+        )
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        layout = self.groups.layout
+        rows = (
+            padded_vocab_size(
+                self.arch.vocab_size,
+                tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            )
+            // layout.tensor_model_parallel_size
+        )
+        return VocabShard(
+            start=rows * self.groups.coordinates.tp,
+            rows=rows,
+            vocab_size=self.arch.vocab_size,
+            group=self.groups.collection.tp,
+        )
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V / t, H] weight of the language-model head, on the last stage."""
+        if self.gpt.share_embeddings_and_output_weights:
+            return self.gpt.shared_embedding_or_output_weight()
+        return self.gpt.output_layer.weight
+
+
+def use_transformer_engine(layer_spec_name: str, *, device: torch.device) -> bool:
+    """Whether a role's layers are Transformer Engine's; logs what "auto" took."""
+    if layer_spec_name == "auto":
+        found = device.type == "cuda" and transformer_engine_imports()
+        logger.info("layer_spec auto: %s", "transformer_engine" if found else "local")
+        return found
+    return layer_spec_name == "transformer_engine"
+
+
+def transformer_config(
+    arch: ModelArchitecture,
+    *,
+    groups: RoleGroups,
+    precision: str,
+    recompute: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> TransformerConfig:
+    """Megatron-Core's configuration for an architecture in a role's layout.
+
+    `dtype` overrides the precision's parameter type (float64 in tests of gradients).
+    """
+    layout = groups.layout
+    bf16 = precision == "bf16"
+    params_dtype = dtype or (torch.bfloat16 if bf16 else torch.float32)
+    sequence_parallel = layout.sequence_parallel and layout.tensor_model_parallel_size > 1
+    options: dict[str, Any] = {}
+    if recompute == "full":
+        options.update(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    elif recompute == "selective":
+        options.update(recompute_granularity="selective", recompute_modules=["core_attn"])
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_key_value_heads,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=bf16,
+        params_dtype=params_dtype,
+        pipeline_dtype=params_dtype,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        sequence_parallel=sequence_parallel,
+        use_cpu_initialization=device.type == "cpu",
+        # 0.16.1 loses the tensor-parallel attributes with perform_initialization=False, and then
+        # computes wrong gradient norms in silence (tests/distributed/test_models.py).
+        perform_initialization=True,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        # Unused without experts, but its default is refused beside variable lengths.
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=device.type == "cuda",
+        batch_p2p_sync=device.type == "cuda",
+        # Fusions change the rounding in bf16 and with it the agreement with the rollout engine.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **options,
+    )
+
+
+def build_model(
+    arch: ModelArchitecture,
+    *,
+    head: str,
+    groups: RoleGroups,
+    precision: str,
+    layer_spec_name: str,
+    recompute: str = "none",
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype | None = None,
+) -> RoleModel:
+    """Build this rank's part of a model with random weights on `device`.
+
+    head "lm" keeps the output weight without its product (models/heads.py); "value" puts a scalar
+    head in its place.
+    """
+    groups.seed(seed)
+    with groups.active():
+        config = transformer_config(
+            arch, groups=groups, precision=precision, recompute=recompute, device=device,
+            dtype=dtype,
+        )
+        fused = use_transformer_engine(layer_spec_name, device=device)
+        tied = arch.tie_word_embeddings and head == LM_HEAD
+        gpt = GPTModel(
+            config,
+            block_spec(
+                num_layers=arch.num_layers // groups.layout.pipeline_model_parallel_size,
+                transformer_engine=fused,
+            ),
+            vocab_size=padded_vocab_size(
+                arch.vocab_size,
+                tensor_model_parallel_size=groups.layout.tensor_model_parallel_size,
+            ),
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=groups.is_first_stage,
+            post_process=groups.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            pg_collection=groups.collection,
+        )
+        gpt.rotary_pos_emb = PackedRotaryEmbedding(
+            arch, device=device, cp_group=groups.collection.cp
+        )
+        if groups.is_last_stage:
+            if head == VALUE_HEAD:
+                gpt.output_layer = ValueHead(config, tp_group=groups.collection.tp)
+            else:
+                replace_output_layer(gpt)
+        gpt.to(device)
+        if dtype is not None:
+            gpt.to(dtype)
+        _zero_vocabulary_padding(gpt, arch=arch, groups=groups)
+    return RoleModel(
+        arch=arch, head=head, groups=groups, config=config, gpt=gpt, fused_norms=fused
+    )
+
+
+def _zero_vocabulary_padding(gpt: GPTModel, *, arch: ModelArchitecture, groups: RoleGroups) -> None:
+    """Padding rows are never read; zeros keep them out of norms and checkpoints comparable."""
+    tp = groups.layout.tensor_model_parallel_size
+    rows = padded_vocab_size(arch.vocab_size, tensor_model_parallel_size=tp) // tp
+    real = max(0, min(rows, arch.vocab_size - rows * groups.coordinates.tp))
+    for name, parameter in gpt.named_parameters():
+        if name.endswith("word_embeddings.weight") or (
+            name == "output_layer.weight" and parameter.size(0) == rows
+        ):
+            with torch.no_grad():
+                parameter[real:].zero_()

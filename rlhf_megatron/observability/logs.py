@@ -1,0 +1,44 @@
+"""The package's logger: a file per rank, and warnings of rank 0 on stderr."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+LOGGER_NAME = "rlhf_megatron"
+_HANDLER_NAME = "rlhf_megatron.run"
+
+
+def setup_logging(output_dir: str | Path, *, rank: int) -> logging.Logger:
+    """Send the logger "rlhf_megatron" and its children to OUTPUT_DIR/logs/rank_0000.log.
+
+    Level INFO, or DEBUG with RLHF_MEGATRON_DEBUG=1. Rank 0 shows warnings and errors on stderr as
+    well; the other ranks are silent there, so that a message appears once. Called again (another
+    run in the same process), it replaces its own handlers and leaves others alone.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    for handler in list(logger.handlers):
+        if handler.get_name() == _HANDLER_NAME:
+            logger.removeHandler(handler)
+            handler.close()
+    folder = Path(output_dir) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [
+        logging.FileHandler(folder / f"rank_{rank:04d}.log", encoding="utf-8")
+    ]
+    handlers[0].setFormatter(
+        logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+    )
+    if rank == 0:
+        console = logging.StreamHandler(sys.stderr)
+        console.setLevel(logging.WARNING)
+        console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        handlers.append(console)
+    for handler in handlers:
+        handler.set_name(_HANDLER_NAME)
+        logger.addHandler(handler)
+    debug = os.environ.get("RLHF_MEGATRON_DEBUG", "0") not in ("", "0")
+    logger.setLevel(logging.DEBUG if debug else logging.INFO)
+    # vLLM and Megatron-Core put handlers on the root logger, which would print everything again.
+    logger.propagate = False
+    return logger

@@ -1,0 +1,101 @@
+"""Which ranks form an engine: the groups with which resharding receives the fewest bytes.
+
+An engine is an ascending list of ranks; the k-th rank holds the k-th tensor-parallel shard.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.layout.boxes import RankLayout
+from rlhf_megatron.reshard.pieces import Layouts
+from rlhf_megatron.reshard.plan import bytes_minimum, one_node
+
+Engines = list[tuple[int, ...]]
+
+_LARGEST_ENUMERATED_NODE = 8
+"""Ranks. 8 ranks have at most 105 groupings of ascending engines; 16 would have millions."""
+
+
+def propose_engines(
+    source: Layouts,
+    *,
+    shards: Sequence[RankLayout],
+    ranks: Sequence[int],
+    node_of: Callable[[int], int] = one_node,
+) -> Engines:
+    """Group `ranks` into engines of len(shards) ranks, inside nodes where they fit.
+
+    `source`: the actor's layouts (a rank outside it holds nothing); `shards`: the layout of each
+    shard of an engine. All groupings of a node are tried where it has at most 8 ranks, else the
+    consecutive and the evenly spaced ones; the first of those with the fewest bytes is taken.
+    Raises UserError where the ranks do not fill whole engines.
+    """
+    size = len(shards)
+    nodes: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        nodes.setdefault(node_of(rank), []).append(rank)
+    if any(len(members) % size for members in nodes.values()):
+        nodes = {0: sorted(ranks)}
+    if len(ranks) % size:
+        raise UserError(
+            f"rollout: {len(ranks)} ranks do not fill engines of tensor parallel size {size};"
+            " choose a size that divides, or leave ranks out"
+        )
+    away = _Away(source, shards)
+    engines: Engines = []
+    for members in nodes.values():
+        groupings = list(_groupings(members, size=size))
+        engines.extend(min(groupings, key=away.elements))
+    return engines
+
+
+class _Away:
+    """Elements that ranks lack of the shards a grouping gives them."""
+
+    def __init__(self, source: Layouts, shards: Sequence[RankLayout]) -> None:
+        self._source, self._shards = source, shards
+        self._known: dict[tuple[int, int], int] = {}
+
+    def elements(self, engines: Engines) -> int:
+        return sum(self._of(rank, k) for engine in engines for k, rank in enumerate(engine))
+
+    def _of(self, rank: int, shard: int) -> int:
+        held = self._source.get(rank, ())
+        key = (id(held), shard)
+        if key not in self._known:
+            away = bytes_minimum({rank: held}, {rank: self._shards[shard]}, itemsize_bytes=1)
+            self._known[key] = away[rank]
+        return self._known[key]
+
+
+def _groupings(members: list[int], *, size: int) -> Iterator[Engines]:
+    count = len(members)
+    stride = 1
+    while stride * size <= count:
+        if count % (stride * size) == 0:
+            yield _strided(members, size=size, stride=stride)
+        stride += 1
+    if count <= _LARGEST_ENUMERATED_NODE:
+        yield from _all_groupings(members, size=size)
+
+
+def _strided(members: list[int], *, size: int, stride: int) -> Engines:
+    """Blocks of size * stride ranks, each of `stride` engines that take every stride-th rank."""
+    block = size * stride
+    return [
+        tuple(members[start + offset : start + block : stride])
+        for start in range(0, len(members), block)
+        for offset in range(stride)
+    ]
+
+
+def _all_groupings(members: list[int], *, size: int) -> Iterator[Engines]:
+    if not members:
+        yield []
+        return
+    first, *others = members
+    for rest in combinations(others, size - 1):
+        left = [rank for rank in others if rank not in rest]
+        for grouping in _all_groupings(left, size=size):
+            yield [(first, *rest), *grouping]

@@ -1,0 +1,132 @@
+"""Which engine, on which ranks, built how."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.errors import ConfigError, UserError
+from rlhf_megatron.rollout import vllm_fit
+from rlhf_megatron.rollout.config import RolloutConfig
+from rlhf_megatron.rollout.contract import RolloutEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedEngine:
+    """The engine that `rollout.engine` stands for here, and a line for the log that says why."""
+
+    name: str  # "vllm" or "hf"
+    reason: str
+
+
+def resolve_engine(name: str, *, device: torch.device) -> ResolvedEngine:
+    """What "auto", "vllm" or "hf" means on this machine. Imports vLLM, which takes seconds.
+
+    Raises UserError where vLLM is asked for by name and does not import for `device`.
+    """
+    if name == "hf":
+        return ResolvedEngine(name="hf", reason="rollout.engine=hf: transformers' generate")
+    assert name in ("auto", "vllm"), name
+    try:
+        vllm = vllm_fit.import_vllm(device=device)
+    except ImportError as error:
+        if name == "vllm":
+            raise UserError(
+                f"rollout.engine: vllm does not import here ({error}); install it, or set "
+                "rollout.engine=hf (slow, for small models)"
+            ) from error
+        return ResolvedEngine(
+            name="hf",
+            reason=f"rollout.engine=auto: transformers' generate; vLLM does not import ({error})",
+        )
+    return ResolvedEngine(name="vllm", reason=f"rollout.engine={name}: vLLM {vllm.__version__}")
+
+
+def parse_engines(
+    text: str, *, ranks: Sequence[int], tensor_parallel_size: int
+) -> list[tuple[int, ...]]:
+    """ "0,2;1,3" -> [(0, 2), (1, 3)]: the rank lists of `rollout.engines`, one engine each.
+
+    `ranks` may hold ranks that no engine takes. Raises ConfigError with all problems.
+    """
+    try:
+        engines = [tuple(int(rank) for rank in part.split(",")) for part in text.split(";")]
+    except ValueError:
+        raise ConfigError(
+            [f'rollout.engines: {text!r} is not a list such as "0,2;1,3" (or "auto")']
+        ) from None
+    problems: list[str] = []
+    seen: set[int] = set()
+    for engine in engines:
+        label = f"rollout.engines: engine {','.join(map(str, engine))}"
+        if list(engine) != sorted(set(engine)):
+            problems.append(f"{label} must list its ranks in ascending order, each once")
+        if len(engine) != tensor_parallel_size:
+            problems.append(
+                f"{label} has {len(engine)} ranks, rollout.tensor_parallel_size is "
+                f"{tensor_parallel_size}; make them equal"
+            )
+        outside = sorted(set(engine) - set(ranks))
+        if outside:
+            problems.append(f"{label}: {outside} is not among rollout.ranks {list(ranks)}")
+        twice = sorted(seen & set(engine))
+        if twice:
+            problems.append(f"{label}: {twice} belongs to another engine already")
+        seen |= set(engine)
+    if problems:
+        raise ConfigError(problems)
+    return engines
+
+
+def build_engine(
+    name: str,
+    *,
+    model_dir: str | Path,
+    config: RolloutConfig,
+    ranks: tuple[int, ...],
+    replica: int,
+    group: dist.ProcessGroup,
+    dtype: str,
+    run_seed: int,
+    max_model_len: int,
+    device: torch.device,
+) -> RolloutEngine:
+    """The engine `name` ("vllm" or "hf"), number `replica`, on `ranks`, whose world is `group`.
+
+    Collective over `ranks`. Afterwards all ranks of the job, also those without an engine, must
+    call `vllm_fit.level_group_count`. Raises UserError: see the engines.
+    """
+    if name == "hf":
+        if len(ranks) != 1:
+            raise UserError(
+                f"rollout.tensor_parallel_size: {len(ranks)}, but the hf engine holds a whole "
+                "model on each rank; set it to 1, or use rollout.engine=vllm"
+            )
+        from rlhf_megatron.rollout.hf import HfEngine
+
+        return HfEngine(
+            model_dir,
+            config=config,
+            ranks=ranks,
+            replica=replica,
+            dtype=dtype,
+            run_seed=run_seed,
+            max_model_len=max_model_len,
+            device=device,
+        )
+    assert name == "vllm", name
+    from rlhf_megatron.rollout.vllm import VllmEngine
+
+    return VllmEngine(
+        model_dir,
+        config=config,
+        ranks=ranks,
+        replica=replica,
+        group=group,
+        dtype=dtype,
+        run_seed=run_seed,
+        max_model_len=max_model_len,
+        device=device,
+    )

@@ -1,0 +1,263 @@
+"""The rollout engine of choice: vLLM in the trainer's own processes, weights written in place."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.batch import RaggedBatch
+from rlhf_megatron.errors import ConfigError, UserError
+from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
+from rlhf_megatron.layout.boxes import RankLayout
+from rlhf_megatron.layout.vllm import VOCAB_PARAMETERS, vllm_problems, vllm_rank_layout
+from rlhf_megatron.rollout import vllm_fit
+from rlhf_megatron.rollout.config import RolloutConfig
+from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
+from rlhf_megatron.rollout.parameters import check_parameters
+from rlhf_megatron.rollout.responses import Request, Response, SeedPlan, list_requests, to_batch
+from rlhf_megatron.rollout.seeds import engine_seed, preserved_generators, seed_everything
+
+CPU_BLOCK_TOKENS = 32
+"""KV cache block on a CPU: the smallest that its attention is fast with (vLLM's default, 128,
+wastes most of a block on short sequences)."""
+
+CPU_KV_CACHE_BYTES_MAX = 10**9
+"""Bound of the KV cache that is chosen for a CPU; more sequences than fit wait their turn."""
+
+SLEEPING = frozenset(("weights", "kv_cache"))
+
+
+class VllmEngine(RolloutEngine):
+    """One vLLM engine over the ranks of `group`, through vLLM's `external_launcher`.
+
+    Construction is collective over the engine's ranks; afterwards all ranks of the job must call
+    `vllm_fit.level_group_count`. The weights are random until they are written through
+    `parameters()` and announced by `weights_written`.
+
+    Raises UserError where the model's weights cannot be written in place, or `engine_args` holds an
+    argument that the trainer sets.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        config: RolloutConfig,
+        ranks: tuple[int, ...],
+        replica: int,
+        group: dist.ProcessGroup,
+        dtype: str,
+        run_seed: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        """`model_dir`: Hugging Face directory (config.json; weights are not read). `dtype`:
+        float32 or bfloat16. `max_model_len`: most tokens of prompt and response together."""
+        assert dist.get_process_group_ranks(group) == list(ranks), ranks
+        self.ranks = tuple(ranks)
+        self._config = config
+        self._replica = replica
+        self._run_seed = run_seed
+        self._max_model_len = max_model_len
+        self._device = device
+        self._asleep: frozenset[str] = frozenset()
+        self._weight_version: int | None = None
+        self._architecture = read_architecture(model_dir)
+        self._tp_rank = group.rank()
+        problems = vllm_problems(self._architecture, tensor_parallel_size=len(ranks))
+        if problems:
+            raise ConfigError([f"rollout.tensor_parallel_size: {text}" for text in problems])
+        vllm = vllm_fit.import_vllm(device=device)
+        self._sampling_params = vllm.SamplingParams
+        arguments = llm_arguments(
+            model_dir,
+            config=config,
+            architecture=self._architecture,
+            tensor_parallel_size=len(ranks),
+            dtype=dtype,
+            seed=engine_seed(run_seed, replica=replica, step=0),
+            max_model_len=max_model_len,
+            device=device,
+        )
+        with preserved_generators(device):
+            vllm_fit.self_test(group)
+            with vllm_fit.ready_for_llm(group, device=device):
+                self._llm = vllm.LLM(**arguments)
+        vllm_fit.keep_groups_on_exit(self._llm)
+        check_parameters(
+            self.parameters(), layout=self.layout(), padded=VOCAB_PARAMETERS, engine=self.name
+        )
+
+    def parameters(self) -> dict[str, Tensor]:
+        assert "weights" not in self._asleep, "parameters() of a sleeping engine"
+        return {n: p.data for n, p in vllm_fit.inner_model(self._llm).named_parameters()}
+
+    def layout(self) -> RankLayout:
+        return vllm_rank_layout(
+            self._architecture, tensor_parallel_size=len(self.ranks), tp_rank=self._tp_rank
+        )
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingParameters, step: int
+    ) -> RaggedBatch:
+        """See `RolloutEngine.generate`. Raises UserError on a prompt that does not fit."""
+        assert self._weight_version is not None, "generate() before weights_written()"
+        assert not self._asleep, f"generate() while {sorted(self._asleep)} sleep"
+        seeds = SeedPlan(
+            per=self._config.seed_per, run_seed=self._run_seed, replica=self._replica, step=step
+        )
+        requests = list_requests(
+            prompts, sampling=sampling, seeds=seeds, max_model_len=self._max_model_len
+        )
+        # An engine without a request does nothing: there may be more engines than prompts.
+        outputs = self._run(requests, sampling=sampling, seeds=seeds) if requests else []
+        return to_batch(
+            requests,
+            responses=[_response(output.outputs[0]) for output in outputs],
+            weight_version=self._weight_version,
+        )
+
+    def _run(
+        self, requests: list[Request], *, sampling: SamplingParameters, seeds: SeedPlan
+    ) -> list[Any]:
+        per_request = self._config.seed_per == "request"
+        parameters = [
+            self._sampling_params(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_response_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                seed=request.seed if per_request else None,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        inputs = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in requests]
+        with preserved_generators(self._device):
+            if not per_request:
+                # The ranks of an engine sample each for itself, from the global generators: they
+                # must agree, or tokens differ silently and the engine hangs at the first EOS.
+                seed_everything(seeds.engine)
+            return self._llm.generate(inputs, parameters, use_tqdm=False)  # type: ignore[no-any-return]
+
+    def sleep(self) -> None:
+        if self._device.type == "cpu" or self._config.sleep_level == 0 or self._asleep:
+            return
+        # Level 2 drops the weights; vLLM itself keeps the buffers (rotary tables) in host memory
+        # and restores them (v1/worker/gpu_worker.py, Worker.sleep and wake_up, both versions).
+        self._llm.sleep(level=self._config.sleep_level)
+        self._asleep = SLEEPING
+        if self._config.sleep_level == 2:
+            self._weight_version = None
+
+    def wake(self, *, tags: Sequence[str]) -> None:
+        assert set(tags) <= SLEEPING, tags
+        waking = [tag for tag in tags if tag in self._asleep]
+        if waking:
+            self._llm.wake_up(tags=waking)
+            self._asleep -= set(waking)
+
+    def weights_written(self, *, version: int) -> None:
+        self._weight_version = version
+        # Keys and values of the old weights would be reused for prompts that begin alike.
+        self._llm.reset_prefix_cache()
+        self._llm.reset_mm_cache()
+
+    def close(self) -> None:
+        """Nothing to do: the engine lives until its process ends.
+
+        vLLM's own shutdown destroys torch's default process group, the trainer's, whoever made it;
+        `vllm_fit.keep_groups_on_exit` takes it back, and the operating system frees the rest.
+        """
+
+
+def llm_arguments(
+    model_dir: str | Path,
+    *,
+    config: RolloutConfig,
+    architecture: ModelArchitecture,
+    tensor_parallel_size: int,
+    dtype: str,
+    seed: int,
+    max_model_len: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Arguments of vLLM's LLM(). Raises UserError where `engine_args` overrides a fixed one."""
+    on_cpu = device.type == "cpu"
+    fixed: dict[str, Any] = {
+        "model": os.fspath(model_dir),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the directory's stop tokens come through the request alone
+        "load_format": "dummy",
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "logprobs_mode": "processed_logprobs",  # the default gives untempered ones
+        "enable_sleep_mode": not on_cpu and config.sleep_level > 0,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+    }
+    clashes = sorted(fixed.keys() & config.engine_args.keys())
+    if clashes:
+        raise UserError(
+            f"rollout.engine_args: {', '.join(clashes)} is set by the trainer; remove it there "
+            "(rollout.* and actor.* have keys for what may vary)"
+        )
+    free: dict[str, Any] = {
+        "enforce_eager": on_cpu or config.enforce_eager,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+    if on_cpu:
+        free["block_size"] = CPU_BLOCK_TOKENS
+    else:
+        free["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if config.kv_cache_memory_gb > 0:
+        free["kv_cache_memory_bytes"] = int(config.kv_cache_memory_gb * 1e9)
+    elif on_cpu:
+        free["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
+            architecture,
+            tensor_parallel_size=tensor_parallel_size,
+            bytes_per_element=getattr(torch, dtype).itemsize,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            block_tokens=int(config.engine_args.get("block_size", CPU_BLOCK_TOKENS)),
+        )
+    return {**free, **config.engine_args, **fixed}
+
+
+def cpu_kv_cache_bytes(
+    architecture: ModelArchitecture,
+    *,
+    tensor_parallel_size: int,
+    bytes_per_element: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    block_tokens: int,
+) -> int:
+    """KV cache of one rank in bytes: `max_num_seqs` sequences of `max_model_len` tokens.
+
+    At most CPU_KV_CACHE_BYTES_MAX, and at least one full sequence. One block more than that, since
+    vLLM keeps one for itself.
+    """
+    kv_heads = max(1, architecture.num_key_value_heads // tensor_parallel_size)
+    token_bytes = 2 * architecture.num_layers * kv_heads * architecture.head_dim * bytes_per_element
+    block_bytes = token_bytes * block_tokens
+    sequence_blocks = -(-max_model_len // block_tokens)
+    wanted = max_num_seqs * sequence_blocks * block_bytes
+    bounded = min(wanted, CPU_KV_CACHE_BYTES_MAX // block_bytes * block_bytes)
+    return max(bounded, sequence_blocks * block_bytes) + block_bytes
+
+
+def _response(output: Any) -> Response:
+    """vLLM's CompletionOutput as a Response."""
+    tokens = list(output.token_ids)
+    logprobs = [at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True)]
+    return Response(token_ids=tokens, logprobs=logprobs, truncated=output.finish_reason == "length")

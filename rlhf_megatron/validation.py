@@ -1,0 +1,379 @@
+"""The rules of a configuration that span several keys, as pure functions that list the problems.
+
+Every problem reads `key=value: rule; way out`. Bounds and choices of single keys are checked by
+`loader`; rules that need the numbers of a model are in `validation_model`. Nothing here imports
+torch, Megatron-Core or vLLM, so a bad configuration is refused before anything slow starts.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlhf_megatron.config import Config
+from rlhf_megatron.distributed.config import ParallelConfig
+from rlhf_megatron.errors import ConfigError
+from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
+from rlhf_megatron.loader import load, show
+from rlhf_megatron.models.config import OptimizerConfig
+
+NOT_SUPPORTED_YET = {
+    "virtual_pipeline_model_parallel_size": "virtual pipeline stages are",
+    "context_parallel_size": "context parallelism is",
+    "expert_model_parallel_size": "expert parallelism is",
+}
+
+
+def load_and_validate(
+    paths: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    world_size: int,
+    check_paths: bool = True,
+    check_output: bool = True,
+) -> Config:
+    """Load, apply every rule that needs no model, and report all problems in one ConfigError."""
+    loaded = load(Config, paths=paths, overrides=overrides)
+    found = validate(loaded.config, world_size=world_size)
+    if check_paths:
+        found += validate_paths(loaded.config, check_output=check_output)
+    # A key that could not be read holds its default: what follows from that is no news.
+    problems = loaded.problems + [
+        problem for problem in found if not any(_names(problem, key=k) for k in loaded.faulty_keys)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return loaded.config
+
+
+def validate(config: Config, *, world_size: int) -> list[str]:
+    """Every rule between keys, for `world_size` processes. An empty list: all is well."""
+    problems = [*_required(config), *_roles(config, world_size=world_size)]
+    # Without the actor's ranks, "all" of the rollout has no meaning.
+    if not any(p.startswith("actor.parallel.ranks") for p in problems):
+        problems += _rollout_placement(config, world_size=world_size)
+    problems += [
+        *_sampling(config),
+        *_ppo(config),
+        *_optimizer(config.actor.optimizer, role="actor"),
+        *_optimizer(config.critic.optimizer, role="critic"),
+        *_reward(config),
+    ]
+    return problems
+
+
+def validate_paths(config: Config, *, check_output: bool = True) -> list[str]:
+    """Files and folders that the configuration names. Relative paths start at the working folder.
+
+    `check_output` also refuses a folder that already holds a run. Call it before any rank writes
+    there.
+    """
+    problems: list[str] = []
+    for key, path in (
+        ("actor.model", config.actor.model),
+        ("critic.model", config.critic.model),
+        ("ref.model", config.ref.model),
+        ("reward.model", config.reward.model),
+    ):
+        problems += _model_directory(key, path=path)
+    for key, path in (
+        ("data.prompts", config.data.prompts),
+        ("evaluation.prompts", config.evaluation.prompts),
+        ("warmup.demonstrations", config.warmup.demonstrations),
+    ):
+        if path and not Path(path).is_file():
+            problems.append(f"{key}={path}: no such file; give a JSONL or Parquet file")
+    tokenizer = config.data.tokenizer
+    if tokenizer and not Path(tokenizer).exists():
+        problems.append(
+            f"data.tokenizer={tokenizer}: no such file or directory; give a Hugging Face directory "
+            "or a sentencepiece .model file, or leave it empty to take actor.model"
+        )
+    file, colon, _ = config.reward.function.rpartition(":")
+    if colon and file.endswith(".py") and not Path(file).is_file():
+        problems.append(
+            f"reward.function={config.reward.function}: no such file as {file}; "
+            "give path/to/file.py:name"
+        )
+    if check_output and config.run.output_dir:
+        problems += _output(config)
+    return problems
+
+
+def _names(problem: str, *, key: str) -> bool:
+    """Whether the problem is about the key or section."""
+    return any(word == key or word.startswith(f"{key}.") for word in re.findall(r"[\w.]+", problem))
+
+
+def _output(config: Config) -> Iterator[str]:
+    folder = Path(config.run.output_dir)
+    if folder.exists() and not folder.is_dir():
+        yield f"run.output_dir={folder}: is a file; give a folder"
+    elif (folder / "metrics.jsonl").exists() and not config.run.overwrite:
+        yield (
+            f"run.output_dir={folder}: already holds a run; give another folder, or set "
+            "run.overwrite=true to move that run aside"
+        )
+
+
+def _model_directory(key: str, *, path: str) -> Iterator[str]:
+    if not path:
+        return
+    if not Path(path).is_dir():
+        yield f"{key}={path}: no such directory; give a Hugging Face model directory"
+    elif not (Path(path) / "config.json").is_file():
+        yield (
+            f"{key}={path}: holds no config.json; give a Hugging Face model directory "
+            "(config.json and *.safetensors)"
+        )
+
+
+def _required(config: Config) -> Iterator[str]:
+    for key, value, what in (
+        ("run.output_dir", config.run.output_dir, "the folder that the run writes to"),
+        ("actor.model", config.actor.model, "the Hugging Face directory of the starting weights"),
+        ("data.prompts", config.data.prompts, "a JSONL or Parquet file of prompts"),
+    ):
+        if not value:
+            yield f"{key}=: required and not set; give {what}"
+
+
+def _roles(config: Config, *, world_size: int) -> Iterator[str]:
+    yield from _parallel(config.actor.parallel, role="actor", world_size=world_size)
+    yield from _parallel(config.critic.parallel, role="critic", world_size=world_size)
+    yield from _parallel(config.reward.parallel, role="reward", world_size=world_size)
+    precisions = [("critic", config.critic.precision)]
+    specs = [("actor", config.actor.layer_spec), ("critic", config.critic.layer_spec)]
+    if config.ppo.kl.place != "off":  # otherwise there is no reference
+        yield from _parallel(config.ref.parallel, role="ref", world_size=world_size)
+        precisions.append(("ref", config.ref.precision))
+        specs.append(("ref", config.ref.layer_spec))
+    for role, precision in precisions:
+        if precision != config.actor.precision:
+            yield (
+                f"{role}.precision={precision}: must equal "
+                f"actor.precision={config.actor.precision}, since the roles exchange tensors; "
+                f"set {role}.precision={config.actor.precision}"
+            )
+    for role, spec in specs:
+        if spec == "transformer_engine" and config.distributed.device == "cpu":
+            yield (
+                f"{role}.layer_spec={spec}: needs a GPU, and distributed.device=cpu; take local "
+                "or auto"
+            )
+
+
+def _parallel(parallel: ParallelConfig, *, role: str, world_size: int) -> Iterator[str]:
+    """Rules of one role's layout."""
+    at = f"{role}.parallel"
+    for name, what in NOT_SUPPORTED_YET.items():
+        if getattr(parallel, name) > 1:
+            yield f"{at}.{name}={getattr(parallel, name)}: {what} not supported yet; set 1"
+    if sorted(parallel.grid_order.split("-")) != sorted(DIMENSIONS):
+        yield (
+            f"{at}.grid_order={parallel.grid_order}: must be a permutation of tp, dp and pp joined "
+            "by '-'; take tp-dp-pp"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
+    if parallel.sequence_parallel and tensor == 1:
+        yield (
+            f"{at}.sequence_parallel=true: needs tensor_model_parallel_size > 1, which is 1; set "
+            "it to false or raise the tensor-parallel size"
+        )
+    if role == "reward" and tensor * pipeline > 1:
+        yield (
+            f"{at}.tensor_model_parallel_size={tensor}, pipeline_model_parallel_size={pipeline}: "
+            "a reward model is held whole on each rank; set both to 1"
+        )
+        return
+    problem = _ranks_problem(parallel.ranks, key=f"{at}.ranks", world_size=world_size)
+    if problem:
+        yield problem
+        return
+    ranks = parse_ranks(parallel.ranks, default=range(world_size))
+    if len(ranks) != world_size:
+        yield (
+            f"{at}.ranks={parallel.ranks}: leaves out some of the {world_size} ranks, and split "
+            "placement is not supported yet; set all"
+        )
+        return
+    yield from _sizes(parallel, at=at, num_ranks=len(ranks))
+
+
+def _sizes(parallel: ParallelConfig, *, at: str, num_ranks: int) -> Iterator[str]:
+    tensor = parallel.tensor_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
+    data = parallel.data_parallel_size
+    model = tensor * pipeline
+    if num_ranks % model:
+        yield (
+            f"{at}.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline}: "
+            f"their product {model} must divide the {num_ranks} ranks of the world; start a "
+            f"multiple of {model} processes, or take a product out of {_divisors_text(num_ranks)}"
+        )
+    elif data and data != num_ranks // model:
+        yield (
+            f"{at}.data_parallel_size={data}: tensor {tensor} x pipeline {pipeline} x data {data} "
+            f"must give exactly the {num_ranks} ranks of the world; set {num_ranks // model}, or 0 "
+            f"to take what the ranks allow, or start {model * data} processes"
+        )
+
+
+def _ranks_problem(text: str, *, key: str, world_size: int) -> str:
+    try:
+        ranks = parse_ranks(text, default=range(world_size))
+    except ValueError:
+        return f"{key}={text}: must be all or an ascending list of ranks; write it like 0-3,6"
+    if ranks and ranks[-1] >= world_size:
+        return (
+            f"{key}={text}: rank {ranks[-1]} is outside the world of {world_size} ranks; take "
+            f"ranks from 0 to {world_size - 1}, or start {ranks[-1] + 1} processes"
+        )
+    return ""
+
+
+def _rollout_placement(config: Config, *, world_size: int) -> Iterator[str]:
+    rollout = config.rollout
+    tensor = rollout.tensor_parallel_size
+    if rollout.engine == "hf" and tensor != 1:
+        yield (
+            f"rollout.tensor_parallel_size={tensor}: the hf engine holds a model whole; set 1, or "
+            "take rollout.engine=vllm"
+        )
+    problem = _ranks_problem(rollout.ranks, key="rollout.ranks", world_size=world_size)
+    if problem:
+        yield problem
+        return
+    actor = parse_ranks(config.actor.parallel.ranks, default=range(world_size))
+    ranks = parse_ranks(rollout.ranks, default=actor)
+    if rollout.engines != "auto":
+        yield from _engines(config, ranks=ranks)
+    elif len(ranks) % tensor:
+        yield (
+            f"rollout.tensor_parallel_size={tensor}: must divide the {len(ranks)} rollout ranks; "
+            f"take {_divisors_text(len(ranks))}, or other rollout.ranks"
+        )
+
+
+def _engines(config: Config, *, ranks: Sequence[int]) -> Iterator[str]:
+    """Rules of an explicit list of engines, such as 0,2;1,3."""
+    text, size = config.rollout.engines, config.rollout.tensor_parallel_size
+    at = f"rollout.engines={text}"
+    used: list[int] = []
+    for part in text.split(";"):
+        try:
+            engine = parse_ranks("" if part.strip() == "all" else part, default=())
+        except ValueError:
+            yield (
+                f"{at}: '{part}' is not an ascending list of ranks, and an engine with permuted "
+                "ranks generates garbage; write one list an engine, like 0,2;1,3, or auto"
+            )
+            continue
+        if len(engine) != size:
+            yield (
+                f"{at}: '{part}' has {len(engine)} ranks, but rollout.tensor_parallel_size={size}; "
+                f"list {size} ranks for each engine"
+            )
+        outside = sorted(set(engine) - set(ranks))
+        if outside:
+            yield (
+                f"{at}: rank {outside[0]} of '{part}' is not among the rollout ranks "
+                f"(rollout.ranks={config.rollout.ranks}, {len(ranks)} ranks); list only those"
+            )
+        used += engine
+    twice = sorted({rank for rank in used if used.count(rank) > 1})
+    if twice:
+        yield f"{at}: rank {twice[0]} is in two engines; give each rank to one engine at most"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    reason = "makes the sampled distribution differ from the trained one"
+    if rollout.top_p != 1:
+        yield f"rollout.top_p={rollout.top_p}: a cut tail {reason}; set 1"
+    if rollout.top_k != -1:
+        yield f"rollout.top_k={rollout.top_k}: a cut tail {reason}; set -1 (off)"
+    if any(token < 0 for token in rollout.stop_token_ids):
+        yield f"rollout.stop_token_ids={rollout.stop_token_ids}: must be 0 or above; remove others"
+    if not all(rollout.stop_tokens):
+        yield f"rollout.stop_tokens={rollout.stop_tokens}: holds an empty text; remove it"
+    warmup = config.warmup
+    if warmup.steps and not warmup.demonstrations:
+        yield (
+            f"warmup.steps={warmup.steps}: needs warmup.demonstrations, which is not set; give a "
+            "JSONL or Parquet file, or set warmup.steps=0"
+        )
+
+
+def _ppo(config: Config) -> Iterator[str]:
+    ppo, rollout = config.ppo, config.rollout
+    samples = rollout.prompts_per_step * rollout.responses_per_prompt
+    arithmetic = f"{rollout.prompts_per_step} prompts x {rollout.responses_per_prompt} responses"
+    if samples % ppo.mini_batch_samples:
+        yield (
+            f"ppo.mini_batch_samples={ppo.mini_batch_samples}: must divide the {samples} "
+            f"samples of a step ({arithmetic}); take {_divisors_text(samples)}"
+        )
+    if 0 < ppo.dual_clip <= 1:
+        yield f"ppo.dual_clip={ppo.dual_clip}: must be 0 (off) or above 1; take 3, or 0"
+    kl = ppo.kl
+    if kl.place == "reward" and kl.estimator != "k1":
+        yield (
+            f"ppo.kl.estimator={kl.estimator}: ppo.kl.place=reward takes k1 only; set "
+            "ppo.kl.estimator=k1, or ppo.kl.place=loss"
+        )
+    if kl.place == "loss" and kl.estimator == "k1":
+        yield (
+            "ppo.kl.estimator=k1: its gradient vanishes on average, so ppo.kl.place=loss takes k2 "
+            "or k3 only; set ppo.kl.estimator=k2 or k3, or ppo.kl.place=reward"
+        )
+    if kl.adaptive and (kl.place == "off" or kl.coefficient == 0):
+        yield (
+            f"ppo.kl.adaptive=true: has nothing to adapt with ppo.kl.place={kl.place} and "
+            f"ppo.kl.coefficient={show(kl.coefficient)}; set it to false, or a place and a "
+            "coefficient above 0"
+        )
+
+
+def _optimizer(optimizer: OptimizerConfig, *, role: str) -> Iterator[str]:
+    at = f"{role}.optimizer"
+    if optimizer.minimum_learning_rate > optimizer.learning_rate:
+        yield (
+            f"{at}.minimum_learning_rate={optimizer.minimum_learning_rate}: must be at most "
+            f"learning_rate={optimizer.learning_rate}; lower it, or set 0"
+        )
+    for name in ("beta1", "beta2"):
+        if getattr(optimizer, name) >= 1:
+            yield f"{at}.{name}={getattr(optimizer, name)}: must be below 1; take 0.9 to 0.999"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    function, model = config.reward.function, config.reward.model
+    if function and model:
+        yield (
+            f"reward.function={function}, reward.model={model}: exactly one of them gives the "
+            "score; clear the other"
+        )
+    if not function and not model:
+        yield (
+            "reward.function=: neither it nor reward.model is set; give path/to/file.py:name, "
+            "module:name or a model directory"
+        )
+    module, colon, name = function.rpartition(":")
+    if function and not (colon and module and name.isidentifier()):
+        yield (
+            f"reward.function={function}: must name a file or module and a function; write "
+            "path/to/file.py:name or module:name"
+        )
+
+
+def _divisors_text(number: int) -> str:
+    return listed([d for d in range(1, number + 1) if number % d == 0])
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """ "1, 2, 4 or 8"; the middle of a long list is left out."""
+    shown = [str(n) for n in numbers]
+    if len(shown) > 10:
+        shown = [*shown[:5], "...", *shown[-3:]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
