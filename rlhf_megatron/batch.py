@@ -11,6 +11,7 @@ logits that give y_t's log-prob and the critic's V(s_t) are read (`state_indices
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -155,3 +156,22 @@ def from_sequences(
         prompt_lengths=torch.tensor([len(p) for p in prompts], dtype=torch.int64),
         response_lengths=torch.tensor([len(r) for r in responses], dtype=torch.int64),
     )
+
+
+def save_batch(batch: RaggedBatch, *, path: str | Path) -> None:
+    """Record a batch with all its fields, to be read by `load_batch`."""
+    torch.save(
+        {
+            "tokens": batch.tokens,
+            "prompt_lengths": batch.prompt_lengths,
+            "response_lengths": batch.response_lengths,
+            "sample": batch.sample,
+            "response": batch.response,
+        },
+        path,
+    )
+
+
+def load_batch(path: str | Path) -> RaggedBatch:
+    """A batch recorded by `save_batch`."""
+    return RaggedBatch(**torch.load(path, weights_only=True))

@@ -3,10 +3,9 @@
     python tools/make_quickstart.py --output data/quickstart
 
 The prompt is a made-up word and an arrowhead, `nilok>`; the right response is the word in capitals,
-`NILOK`. The demonstrations have a bad habit: each of their letters is a capital with probability
-0.4 only. A short supervised warm-up copies word and habit alike (reward about 0.4); PPO breaks the
-habit. Words of the demonstrations, of the training prompts and of the held-out prompts are
-disjoint.
+`NILOK`. The demonstrations have a bad habit: only one letter in three is a capital. A short
+supervised warm-up learns to copy the word, and the habit with it (reward about 0.33); PPO breaks
+the habit. The words of demonstrations, training prompts and held-out prompts are disjoint.
 
 Written to the folder: `model/` (Hugging Face directory, float32, with the tokenizer),
 `demonstrations.jsonl`, `train.jsonl`, `heldout.jsonl`. Takes seconds.
@@ -15,7 +14,6 @@ Written to the folder: `model/` (Hugging Face directory, float32, with the token
 import argparse
 import json
 import random
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +22,10 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from rlhf_megatron.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from rlhf_megatron.folders import whole_folder
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, UNKNOWN)
@@ -31,6 +33,8 @@ CHARACTERS = tuple(chr(code) for code in range(32, 127))  # printable ASCII
 VOWELS = "aeiou"
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 CAPITAL_PROBABILITY = 1 / 3
+MAX_WORDS = 100_000  # half of all such words: drawing distinct ones stays quick
+CONTENTS = ("model", "demonstrations.jsonl", "train.jsonl", "heldout.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,41 +117,46 @@ def write_rows(path: Path, *, rows: Iterable[Mapping[str, str]]) -> None:
 def make_quickstart(
     output: Path, *, seed: int, demonstrations: int, train: int, heldout: int
 ) -> None:
-    """Write the whole folder beside `output`, then put it in place."""
+    """Write model and data; what an earlier run of this tool left in `output` is replaced."""
     rng = random.Random(seed)
     words = draw_words(rng, demonstrations=demonstrations, train=train, heldout=heldout)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    build_model(seed=seed).save_pretrained(partial / "model")
-    build_tokenizer().save_pretrained(partial / "model")
-    write_rows(
-        partial / "demonstrations.jsonl",
-        rows=[demonstration_row(word, rng=rng) for word in words.demonstrations],
-    )
-    write_rows(partial / "train.jsonl", rows=map(prompt_row, words.train))
-    write_rows(partial / "heldout.jsonl", rows=map(prompt_row, words.heldout))
-    shutil.rmtree(output, ignore_errors=True)
-    partial.rename(output)
+    with whole_folder(output, replaces=CONTENTS) as folder:
+        logging.disable_progress_bar()
+        build_model(seed=seed).save_pretrained(folder / "model")
+        build_tokenizer().save_pretrained(folder / "model")
+        demonstration_rows = [demonstration_row(word, rng=rng) for word in words.demonstrations]
+        write_rows(folder / "demonstrations.jsonl", rows=demonstration_rows)
+        write_rows(folder / "train.jsonl", rows=map(prompt_row, words.train))
+        write_rows(folder / "heldout.jsonl", rows=map(prompt_row, words.heldout))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the quickstart's model and data.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=1, help="seed of weights and words (default 1)")
-    parser.add_argument("--demonstrations", type=int, default=2048, help="rows (default 2048)")
-    parser.add_argument("--train", type=int, default=2048, help="prompts (default 2048)")
-    parser.add_argument("--heldout", type=int, default=64, help="held-out prompts (default 64)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights and words (1)")
+    parser.add_argument("--demonstrations", type=int, default=2048, help="demonstrations (2048)")
+    parser.add_argument("--train", type=int, default=2048, help="training prompts (2048)")
+    parser.add_argument("--heldout", type=int, default=64, help="held-out prompts (64)")
     options = parser.parse_args(arguments)
-    make_quickstart(
-        options.output,
-        seed=options.seed,
-        demonstrations=options.demonstrations,
-        train=options.train,
-        heldout=options.heldout,
-    )
-    print(f"wrote {options.output}: model, demonstrations, train and held-out prompts")
-    return 0
+    counts = (options.demonstrations, options.train, options.heldout)
+    try:
+        if min(counts) < 1 or sum(counts) > MAX_WORDS:
+            raise UserError(
+                f"--demonstrations, --train and --heldout must be at least 1, and together at most "
+                f"{MAX_WORDS}; they are {', '.join(map(str, counts))}"
+            )
+        make_quickstart(
+            options.output,
+            seed=options.seed,
+            demonstrations=options.demonstrations,
+            train=options.train,
+            heldout=options.heldout,
+        )
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    print(f"wrote {options.output}: model, demonstrations, training and held-out prompts")
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

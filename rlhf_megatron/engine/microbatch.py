@@ -19,8 +19,7 @@ class MicroBatch:
     state_indices: Tensor  # [R] row of the token before each response token
     targets: Tensor  # [R] the response tokens
     last_indices: Tensor  # [b] row of each sample's last token
-    sample_of_token: Tensor  # [R] sample number within the micro-batch
-    num_samples: int
+    response_lengths: Tensor  # [b] int64
     fields: dict[str, Tensor]  # each [R], on the device
     response_rows: Tensor  # [R] on the CPU: where the response tokens stand in the whole batch
     sample_rows: Tensor  # [b] on the CPU: where the samples stand in the whole batch
@@ -54,8 +53,7 @@ def make_micro_batch(
         state_indices=part.state_indices.to(device),
         targets=part.tokens[part.response_indices].to(device),
         last_indices=part.last_indices.to(device),
-        sample_of_token=part.sample_of_response_token.to(device),
-        num_samples=len(part),
+        response_lengths=part.response_lengths.to(device),
         fields={name: part.response[name].to(device) for name in fields},
         response_rows=response_rows,
         sample_rows=rows,

@@ -37,8 +37,10 @@ class LossResult:
 
     loss_sum: Tensor  # scalar, differentiable
     count: Tensor  # integer scalar
-    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """name -> (sum, count), both scalars; they add up over micro-batches and replicas."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [2] float64 (sum, count); they add up over micro-batches and replicas."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """name -> float64 scalar, not negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class StepResult:
     grad_norm: float
     updated: bool
     metrics: dict[str, float]
-    """Global means: sum / count over the whole mini-batch."""
+    """Of the whole mini-batch: sum / count of each name, and the maxima."""
 
 
 LossFunction = Callable[[Tensor, MicroBatch], LossResult]
@@ -93,6 +95,12 @@ class ModelEngine:
             self.optimizer = build_optimizer(
                 self.model, wrapped=self._wrapped, config=self.optimizer_config
             )
+
+    def weights_changed(self) -> None:
+        """The weights were written from outside: bring the optimizer's master copies in line."""
+        if self.optimizer is not None:
+            with self.model.groups.active():
+                self.optimizer.reload_model_params()
 
     def log_probs(
         self, hidden: Tensor, *, micro_batch: MicroBatch, temperature: float
@@ -141,11 +149,11 @@ class ModelEngine:
     ) -> StepResult:
         """Accumulate gradients over the micro-batches, clip, and take one optimizer step."""
         assert self.optimizer is not None and self.optimizer_config is not None
-        collected: list[dict[str, tuple[Tensor, Tensor]]] = []
+        collected: list[LossResult] = []
 
         def weighed(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
             result = loss(output, micro_batch)
-            collected.append(result.metrics)
+            collected.append(result)
             # Keeps the output in the graph of a micro-batch without response tokens.
             loss_sum = result.loss_sum + 0.0 * output.sum()
             return loss_sum, result.count.to(torch.int), {}
@@ -164,7 +172,7 @@ class ModelEngine:
         return StepResult(
             grad_norm=as_float(grad_norm),
             updated=bool(updated),
-            metrics=self._global_means(collected),
+            metrics=self._global_metrics(collected),
         )
 
     def _run(
@@ -202,30 +210,25 @@ class ModelEngine:
                 **_pipeline_options(self.model),
             )
 
-    def _global_means(
-        self, collected: Sequence[dict[str, tuple[Tensor, Tensor]]]
-    ) -> dict[str, float]:
-        """Add the metrics up over micro-batches and replicas; known on the last stage only."""
+    def _global_metrics(self, collected: Sequence[LossResult]) -> dict[str, float]:
+        """Add the metrics up over micro-batches and replicas; they are known on the last stage."""
         groups = self.model.groups
         contributes = groups.is_last_stage and groups.coordinates.tp == 0
-        names: list[str] = sorted(collected[0]) if contributes else []
-        shared: list[Any] = [names]
-        # Names come from the last stage's rank of the first replica; all contribute the same.
-        source = groups.layout.rank(
-            tp=0, dp=0, pp=groups.layout.pipeline_model_parallel_size - 1
-        )
-        dist.broadcast_object_list(shared, src=source, group=self.job_group)
-        names = shared[0]
-        totals = torch.zeros(2, len(names), dtype=torch.float64)
+        shared: list[Any] = [None]
         if contributes:
-            for metrics in collected:
-                for column, name in enumerate(names):
-                    totals[0, column] += float(metrics[name][0])
-                    totals[1, column] += float(metrics[name][1])
-        totals = totals.to(self.device)
-        dist.all_reduce(totals, group=self.job_group)
-        sums, counts = totals.cpu().tolist()
-        return {n: s / max(c, 1.0) for n, s, c in zip(names, sums, counts, strict=True)}
+            shared = [(sorted(collected[0].sums), sorted(collected[0].maxima))]
+        source = groups.layout.rank(tp=0, dp=0, pp=groups.layout.pipeline_model_parallel_size - 1)
+        dist.broadcast_object_list(shared, src=source, group=self.job_group)
+        sum_names, maximum_names = shared[0]
+        sums = torch.zeros(len(sum_names), 2, dtype=torch.float64, device=self.device)
+        maxima = torch.zeros(len(maximum_names), dtype=torch.float64, device=self.device)
+        for result in collected if contributes else ():
+            sums += torch.stack([result.sums[name] for name in sum_names])
+            maxima = torch.maximum(maxima, torch.stack([result.maxima[n] for n in maximum_names]))
+        dist.all_reduce(sums, group=self.job_group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.job_group)
+        means = {n: s / max(c, 1.0) for n, (s, c) in zip(sum_names, sums.tolist(), strict=True)}
+        return means | dict(zip(maximum_names, maxima.tolist(), strict=True))
 
 
 def _last_stage_loss(

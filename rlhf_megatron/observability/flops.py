@@ -40,9 +40,7 @@ def matmul_parameters(architecture: ArchitectureNumbers) -> int:
     return a.num_layers * (query_and_output + key_and_value + mlp) + a.hidden_size * a.output_size
 
 
-def forward_flops(
-    architecture: ArchitectureNumbers, *, sequence_lengths: Iterable[int]
-) -> int:
+def forward_flops(architecture: ArchitectureNumbers, *, sequence_lengths: Iterable[int]) -> int:
     """FLOPs of one forward pass over the sequences (tokens, prompts included).
 
     2 per matrix parameter and token, and in each layer 2 * s^2 * heads * head_dim for a sequence of

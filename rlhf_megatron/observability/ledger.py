@@ -155,9 +155,10 @@ def append_ledger(output_dir: str | Path, *, ledger: StepLedger) -> None:
     """
     path = Path(output_dir) / "ledger.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(r)) + "\n" for r in (*ledger.phases, *ledger.communication)]
+    rows = [asdict(record) for record in ledger.phases]
+    rows += [asdict(record) for record in ledger.communication]
     with path.open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 class PhaseLedger:
@@ -182,6 +183,7 @@ class PhaseLedger:
         """time.monotonic() of the last entry into a phase."""
         self.listeners: list[PhaseListener] = []
         self.communication = CommunicationLedger()
+        self._inside = False
         self._device = device
         self._records: list[PhaseRecord] = []
         self._step_started_seconds = time.monotonic()
@@ -197,19 +199,21 @@ class PhaseLedger:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Run the block as phase `name`. Its record is kept also where the block raises."""
-        assert self.current_phase is None, f"{name} inside {self.current_phase}"
+        assert not self._inside, f"{name} inside {self.current_phase}"
         self._synchronize()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         entry = memory_use(self._device)
         self.phase_started_seconds = time.monotonic()
         self.current_phase = name
+        self._inside = True
         try:
             for listener in self.listeners:
                 listener.phase_entered(step=self.step, phase=name)
             yield
             self._synchronize()
         finally:
+            self._inside = False
             seconds = time.monotonic() - self.phase_started_seconds
             record = self._record(name, seconds=seconds, least_peak_gb=entry.peak_gb)
         self.current_phase = None

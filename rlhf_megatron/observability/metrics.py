@@ -118,7 +118,7 @@ def _start_wandb(
         return init(
             project=config.wandb.project,
             name=config.wandb.name or run_name,
-            mode=mode,
+            mode="online" if mode == "online" else "offline",
             dir=str(folder),
             config=resolved_config,
             # The run folder has its own logs; wrapping stdout would break the progress line.

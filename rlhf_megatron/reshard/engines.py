@@ -45,8 +45,8 @@ def propose_engines(
     away = _Away(source, shards)
     engines: Engines = []
     for members in nodes.values():
-        groupings = list(_groupings(members, size=size))
-        engines.extend(min(groupings, key=away.elements))
+        groupings: list[Engines] = list(_groupings(members, size=size))
+        engines += min(groupings, key=lambda grouping: away.elements(grouping))
     return engines
 
 
@@ -57,7 +57,7 @@ class _Away:
         self._source, self._shards = source, shards
         self._known: dict[tuple[int, int], int] = {}
 
-    def elements(self, engines: Engines) -> int:
+    def elements(self, engines: Sequence[tuple[int, ...]]) -> int:
         return sum(self._of(rank, k) for engine in engines for k, rank in enumerate(engine))
 
     def _of(self, rank: int, shard: int) -> int:

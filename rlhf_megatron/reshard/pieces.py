@@ -1,4 +1,8 @@
-"""The pieces that move between two layouts: who holds each, who wants it. Integers only."""
+"""The pieces that move between two layouts: who holds each, who wants it. Integers only.
+
+Ranks with the same layout (data-parallel replicas, the k-th ranks of all engines) form a class, and
+all work is done per class, so that its cost does not grow with the number of replicas.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,22 +12,36 @@ from rlhf_megatron.layout.boxes import Box, Placement, RankLayout
 from rlhf_megatron.layout.cells import cells
 
 Layouts = Mapping[int, RankLayout]
-"""A layout per global rank. Ranks with the same layout should share one object: this is fast."""
+"""A layout per global rank. Ranks with the same layout should share one object, and must do so
+alike on all ranks that plan."""
 
-_Entries = dict[str, list[tuple[Placement, tuple[int, ...]]]]
-"""Per tensor: a placement, and the ranks that have it."""
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankClass:
+    """Ranks that share a layout, ascending. Compared by identity."""
+
+    ranks: tuple[int, ...]
+    members: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A class of ranks, and where each of them has a tensor's box."""
+
+    placement: Placement
+    ranks: RankClass
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor that lies whole in one box of each holder and each taker."""
+    """A box of a tensor that lies whole in one box of each holder and of the takers."""
 
     tensor: str
     box: Box
-    holders: Mapping[int, Placement]
-    """Source ranks, ascending, and where they have it."""
-    wanted: tuple[tuple[int, Placement], ...]
-    """Target ranks, ascending, and where it goes."""
+    holders: tuple[Owner, ...]
+    """Source classes, by their first rank."""
+    taker: Owner
+    """The target class that wants it."""
 
 
 def pieces(source: Layouts, target: Layouts) -> Iterator[Piece]:
@@ -36,64 +54,52 @@ def pieces(source: Layouts, target: Layouts) -> Iterator[Piece]:
     missing = []
     for tensor in _take_turns(held, wanted):
         holders = _holders(held.get(tensor, []))
-        for box, takers in _takers(wanted[tensor]).items():
-            found = 0
-            for cell, ranks in holders.items():
-                part = box.intersect(cell)
-                if part is not None:
-                    found += part.numel
-                    yield Piece(tensor, part, ranks, takers)
-            if found != box.numel:
-                missing.append(f"{tensor} {box}")
+        parts: dict[Box, list[tuple[Box, tuple[Owner, ...]]]] = {}
+        for taker in wanted[tensor]:
+            box = taker.placement.box
+            if box not in parts:
+                common = ((box.intersect(cell), owners) for cell, owners in holders.items())
+                parts[box] = [(part, owners) for part, owners in common if part is not None]
+                if sum(part.numel for part, _ in parts[box]) != box.numel:
+                    missing.append(f"{tensor} {box}")
+            for part, owners in parts[box]:
+                yield Piece(tensor, part, owners, taker)
     assert not missing, f"no source rank holds all of: {missing}"
 
 
-def _by_tensor(layouts: Layouts) -> _Entries:
-    classes: dict[int, tuple[RankLayout, list[int]]] = {}
+def _by_tensor(layouts: Layouts) -> dict[str, list[Owner]]:
+    """Per tensor, its owners in the order of their first ranks."""
+    shared: dict[int, list[int]] = {}
     for rank in sorted(layouts):
-        layout = layouts[rank]
-        classes.setdefault(id(layout), (layout, []))[1].append(rank)
-    found: _Entries = {}
-    for layout, members in classes.values():
-        ranks = tuple(members)
-        for placement in layout:
-            found.setdefault(placement.tensor, []).append((placement, ranks))
+        shared.setdefault(id(layouts[rank]), []).append(rank)
+    found: dict[str, list[Owner]] = {}
+    for ranks in shared.values():
+        members = RankClass(tuple(ranks), frozenset(ranks))
+        for placement in layouts[ranks[0]]:
+            found.setdefault(placement.tensor, []).append(Owner(placement, members))
     return found
 
 
-def _take_turns(held: _Entries, wanted: _Entries) -> Iterator[str]:
-    """The wanted tensors, those of each set of first holders in turn."""
+def _take_turns(
+    held: Mapping[str, list[Owner]], wanted: Mapping[str, list[Owner]]
+) -> Iterator[str]:
+    """The wanted tensors, those of each first holder in turn."""
     queues: dict[int, list[str]] = {}
     for tensor in wanted:
-        first = min((ranks[0] for _, ranks in held.get(tensor, [])), default=-1)
+        first = min((owner.ranks.ranks[0] for owner in held.get(tensor, [])), default=-1)
         queues.setdefault(first, []).append(tensor)
     turns = chain.from_iterable(zip_longest(*(queues[first] for first in sorted(queues))))
     return (tensor for tensor in turns if tensor is not None)
 
 
-def _holders(entries: list[tuple[Placement, tuple[int, ...]]]) -> dict[Box, dict[int, Placement]]:
+def _holders(owners: list[Owner]) -> dict[Box, tuple[Owner, ...]]:
     """Disjoint cells of a source tensor, in order, and who holds each. Where a rank holds a cell
     twice (a tied copy), the first counts."""
-    grid = cells([placement.box for placement, _ in entries])
-    found: dict[Box, dict[int, Placement]] = {}
+    grid = cells([owner.placement.box for owner in owners])
+    found: dict[Box, tuple[Owner, ...]] = {}
     for cell in sorted(grid, key=lambda box: box.start):
-        ranks: dict[int, Placement] = {}
+        once: dict[RankClass, Owner] = {}
         for index in grid[cell]:
-            placement, members = entries[index]
-            for rank in members:
-                ranks.setdefault(rank, placement)
-        found[cell] = dict(sorted(ranks.items()))
+            once.setdefault(owners[index].ranks, owners[index])
+        found[cell] = tuple(once.values())
     return found
-
-
-def _takers(
-    entries: list[tuple[Placement, tuple[int, ...]]],
-) -> dict[Box, tuple[tuple[int, Placement], ...]]:
-    """The distinct target boxes, in order, and who wants each where."""
-    found: dict[Box, list[tuple[int, Placement]]] = {}
-    for placement, ranks in entries:
-        found.setdefault(placement.box, []).extend((rank, placement) for rank in ranks)
-    return {
-        box: tuple(sorted(found[box], key=lambda taker: taker[0]))
-        for box in sorted(found, key=lambda box: (box.start, box.stop))
-    }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlhf_megatron.layout.boxes import Box, Placement
 from rlhf_megatron.layout.cells import cells, cut_rows
 from rlhf_megatron.reshard.pieces import Layouts, Piece, pieces
+from rlhf_megatron.reshard.routes import Buckets, Route, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,103 +82,76 @@ def make_plan(
     """Plan how the target ranks get every box of theirs.
 
     A box comes from the rank's own memory, else from a rank on the same node, else from another;
-    among equals from the one that sends least so far. `bucket_bytes` bounds what any rank sends,
-    and what it receives, in one exchange (a single row may exceed it). `ranks`: whose transfers to
-    list; default all. Asserts that the source holds everything.
+    among equals from those that send least so far. `bucket_bytes` bounds what any rank sends, and
+    what it receives, in one exchange (single rows may exceed it). `ranks`: whose transfers to list;
+    default all. Asserts that the source holds everything.
     """
+    everyone = sorted({*source, *target})
     builder = _Builder(
-        everyone=sorted({*source, *target}),
+        routes=Routes(everyone, node_of=node_of),
         itemsize_bytes=itemsize_bytes,
         bucket_bytes=bucket_bytes,
-        node_of=node_of,
-        listed=frozenset({*source, *target} if ranks is None else ranks),
+        listed=frozenset(everyone if ranks is None else ranks),
     )
     for piece in pieces(source, target):
         builder.add(piece)
+    received, cross_node_bytes = builder.routes.received()
     return ReshardPlan(
         itemsize_bytes=itemsize_bytes,
-        num_buckets=builder.num_buckets,
+        num_buckets=builder.buckets.count,
         by_rank=builder.rank_plans(),
-        received_bytes=builder.received,
-        sent_bytes=builder.sent,
-        cross_node_bytes=builder.cross_node_bytes,
+        received_bytes=received,
+        sent_bytes=builder.routes.sent,
+        cross_node_bytes=cross_node_bytes,
         minimum_bytes=bytes_minimum(source, target, itemsize_bytes=itemsize_bytes),
     )
 
 
 class _Builder:
-    """Running totals of the pass over all pieces."""
+    """The pass over all pieces: sources, buckets, and the transfers of the listed ranks."""
 
     def __init__(
-        self,
-        *,
-        everyone: list[int],
-        itemsize_bytes: int,
-        bucket_bytes: int,
-        node_of: Callable[[int], int],
-        listed: frozenset[int],
+        self, *, routes: Routes, itemsize_bytes: int, bucket_bytes: int, listed: frozenset[int]
     ) -> None:
-        self.itemsize_bytes, self.bucket_bytes, self.listed = itemsize_bytes, bucket_bytes, listed
-        self.node = {rank: node_of(rank) for rank in everyone}
-        self.received = dict.fromkeys(everyone, 0)
-        self.sent = dict.fromkeys(everyone, 0)
-        self.cross_node_bytes = 0
-        self._bucket = 0
-        self._bucket_received: dict[int, int] = {}
-        self._bucket_sent: dict[int, int] = {}
+        self.routes = routes
+        self.buckets = Buckets(bucket_bytes)
+        self._itemsize_bytes, self._bucket_bytes = itemsize_bytes, bucket_bytes
+        self._listed = listed
         self._copies: dict[int, list[Transfer]] = {rank: [] for rank in listed}
         self._sends: dict[int, list[tuple[int, Transfer]]] = {rank: [] for rank in listed}
         self._receives: dict[int, list[tuple[int, Transfer]]] = {rank: [] for rank in listed}
 
-    @property
-    def num_buckets(self) -> int:
-        return self._bucket + 1 if self._bucket_received else 0
-
     def add(self, piece: Piece) -> None:
-        """Copy the piece where the rank holds it, else choose who sends it, part by part."""
-        holders, away = piece.holders, []
-        for dst, placement in piece.wanted:
-            held = holders.get(dst)
-            if held is None:
-                away.append((dst, placement))
-            elif dst in self.listed:
-                self._copies[dst].append(_transfer(piece, piece.box, dst, dst, placement))
-        if not away:
+        """List the local copies; cut the rest into parts and choose a sender for each taker."""
+        delivery = self.routes.of(piece)
+        for rank in self._listed & delivery.local:
+            self._copies[rank].append(_transfer(piece, piece.box, rank, rank))
+        if not delivery.routes:
             return
-        near: dict[int, list[int]] = {}
-        for rank in holders:
-            near.setdefault(self.node[rank], []).append(rank)
-        anywhere = list(holders)
-        for part in cut_rows(piece.box, elements=max(1, self.bucket_bytes // self.itemsize_bytes)):
-            size = part.numel * self.itemsize_bytes
-            for dst, placement in away:
-                candidates = near.get(self.node[dst], anywhere)
-                src = min(candidates, key=self.sent.__getitem__)
-                self._send(piece, part, src, dst, placement, size)
+        largest = self._bucket_bytes // (self._itemsize_bytes * delivery.sends_per_sender)
+        for part in cut_rows(piece.box, elements=max(1, largest)):
+            size = part.numel * self._itemsize_bytes
+            chosen = [self.routes.choose(route, size_bytes=size) for route in delivery.routes]
+            loads: dict[int, int] = {}
+            for route, senders in zip(delivery.routes, chosen, strict=True):
+                each, more = divmod(len(route.takers), len(senders))
+                for k, sender in enumerate(senders[: len(route.takers)]):
+                    loads[sender] = loads.get(sender, 0) + (each + (k < more)) * size
+            taker = piece.taker.ranks.ranks[0]
+            bucket = self.buckets.place(loads, taker=taker, size_bytes=size)
+            for route, senders in zip(delivery.routes, chosen, strict=True):
+                if route.everyone & self._listed:
+                    self._list(piece, part, route, senders, bucket)
 
-    def _send(
-        self, piece: Piece, part: Box, src: int, dst: int, placement: Placement, size: int
-    ) -> None:
-        sent, received = self._bucket_sent, self._bucket_received
-        out, into = sent.get(src, 0) + size, received.get(dst, 0) + size
-        if (out > self.bucket_bytes and src in sent) or (
-            into > self.bucket_bytes and dst in received
-        ):
-            self._bucket += 1
-            sent.clear()
-            received.clear()
-            out = into = size
-        sent[src], received[dst] = out, into
-        self.sent[src] += size
-        self.received[dst] += size
-        if self.node[src] != self.node[dst]:
-            self.cross_node_bytes += size
-        if src in self.listed or dst in self.listed:
-            entry = (self._bucket, _transfer(piece, part, src, dst, placement))
-            if src in self.listed:
-                self._sends[src].append(entry)
-            if dst in self.listed:
-                self._receives[dst].append(entry)
+    def _list(self, piece: Piece, part: Box, route: Route, senders: list[int], bucket: int) -> None:
+        for index, dst in enumerate(route.takers):
+            src = senders[index % len(senders)]
+            if src in self._listed or dst in self._listed:
+                entry = (bucket, _transfer(piece, part, src, dst))
+                if src in self._listed:
+                    self._sends[src].append(entry)
+                if dst in self._listed:
+                    self._receives[dst].append(entry)
 
     def rank_plans(self) -> dict[int, RankPlan]:
         return {
@@ -186,18 +160,19 @@ class _Builder:
                 self._in_buckets(self._sends[rank]),
                 self._in_buckets(self._receives[rank]),
             )
-            for rank in sorted(self.listed)
+            for rank in sorted(self._listed)
         }
 
     def _in_buckets(self, entries: list[tuple[int, Transfer]]) -> list[list[Transfer]]:
-        buckets: list[list[Transfer]] = [[] for _ in range(self.num_buckets)]
+        found: list[list[Transfer]] = [[] for _ in range(self.buckets.count)]
         for bucket, transfer in entries:
-            buckets[bucket].append(transfer)
-        return buckets
+            found[bucket].append(transfer)
+        return found
 
 
-def _transfer(piece: Piece, part: Box, src: int, dst: int, placement: Placement) -> Transfer:
-    held = piece.holders[src]
+def _transfer(piece: Piece, part: Box, src: int, dst: int) -> Transfer:
+    held = next(owner.placement for owner in piece.holders if src in owner.ranks.members)
+    place = piece.taker.placement
     return Transfer(
         src,
         dst,
@@ -205,8 +180,8 @@ def _transfer(piece: Piece, part: Box, src: int, dst: int, placement: Placement)
         part,
         held.parameter,
         held.region(part),
-        placement.parameter,
-        placement.region(part),
+        place.parameter,
+        place.region(part),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_megatron.layout.boxes import Box, Placement
 from rlhf_megatron.layout.cells import cut_rows
-from rlhf_megatron.reshard.pieces import Layouts, pieces
+from rlhf_megatron.reshard.pieces import Layouts, Piece, pieces
 
 _CHUNK_ELEMENTS = 1 << 22
 """Elements fingerprinted at once: bounds the temporary memory to about 100 MB."""
@@ -56,12 +56,12 @@ def verify_reshard(
     for number, piece in enumerate(pieces(source_layouts, target_layouts)):
         names.add(piece.tensor)
         expected.append(zero)
-        for side, placement in _places(rank, piece.holders, piece.wanted):
+        for side, placement in _places(piece, rank=rank):
             tensors = source if side == "source" else target
             value = tensors[placement.parameter][placement.region(piece.box)]
             found = fingerprint(value, box=piece.box, shape=shapes[piece.tensor], dtype=dtype)
             own.append((number, piece.tensor, found.to(device), side))
-            if side == "source" and rank == next(iter(piece.holders)):
+            if side == "source" and rank == piece.holders[0].ranks.ranks[0]:
                 expected[-1] = own[-1][2]
     reference = torch.stack(expected) if expected else zero.reshape(1)
     dist.all_reduce(reference, group=group)
@@ -93,17 +93,13 @@ def fingerprint(value: Tensor, *, box: Box, shape: tuple[int, ...], dtype: torch
     return total
 
 
-def _places(
-    rank: int,
-    holders: Mapping[int, Placement],
-    wanted: tuple[tuple[int, Placement], ...],
-) -> Iterator[tuple[str, Placement]]:
-    """Where this rank has a piece, on either side."""
-    if rank in holders:
-        yield "source", holders[rank]
-    for taker, placement in wanted:
-        if taker == rank:
-            yield "target", placement
+def _places(piece: Piece, *, rank: int) -> Iterator[tuple[str, Placement]]:
+    """Where this rank has the piece, on either side."""
+    for owner in piece.holders:
+        if rank in owner.ranks.members:
+            yield "source", owner.placement
+    if rank in piece.taker.ranks.members:
+        yield "target", piece.taker.placement
 
 
 def _differences(

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -49,9 +50,11 @@ def import_vllm(*, device: torch.device) -> Any:
     """
     prepare_environment(device=device)
     try:
-        vllm = importlib.import_module("vllm")
-        # The module loads its parts on first use; these are where a broken install shows.
-        _ = vllm.LLM, vllm.SamplingParams
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch.distributed.reduce_op
+            vllm = importlib.import_module("vllm")
+            # The module loads its parts on first use; these are where a broken install shows.
+            _ = vllm.LLM, vllm.SamplingParams
         platform = importlib.import_module("vllm.platforms").current_platform
     except ImportError:
         raise

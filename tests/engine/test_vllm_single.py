@@ -226,5 +226,5 @@ def test_no_prompts_give_an_empty_batch_with_all_fields(seen: dict[str, Any]) ->
 
 def test_the_process_is_left_as_it_was(results: dict[str, Any]) -> None:
     assert results["dist_alive"]
-    assert {kind: results[kind]["changed"] for kind in KINDS} == dict.fromkeys(KINDS, [])
-    assert {k: results[k]["changed_by_generate"] for k in KINDS} == dict.fromkeys(KINDS, [])
+    assert [results[kind]["changed"] for kind in KINDS] == [[]] * len(KINDS)
+    assert [results[kind]["changed_by_generate"] for kind in KINDS] == [[]] * len(KINDS)

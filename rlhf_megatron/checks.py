@@ -1,0 +1,90 @@
+"""Invariants that hold before training changes anything, and the parity of trainer and engine."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.batch import RaggedBatch
+from rlhf_megatron.engine.model_engine import StepResult
+from rlhf_megatron.reshard.config import ParityConfig
+
+logger = logging.getLogger(__name__)
+
+RATIO_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+KL_TOLERANCE = {"fp32": 1e-8, "bf16": 1e-3}
+REFERENCE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
+PARITY_MAX = {"fp32": 1e-3, "bf16": 1.0}
+PARITY_MEAN = {"fp32": 1e-4, "bf16": 0.05}
+
+
+class InvariantError(RuntimeError):
+    """Something that must hold by construction does not: a fault of the program, not of the user."""
+
+
+def check_first_update(result: StepResult, *, precision: str) -> None:
+    """In the first mini-batch the policy is the one that gave old_logprobs: ratio 1, KL 0.
+
+    Raises InvariantError.
+    """
+    ratio, kl = result.metrics["ppo/ratio_mean"], result.metrics["ppo/approx_kl"]
+    if abs(ratio - 1) > RATIO_TOLERANCE[precision] or abs(kl) > KL_TOLERANCE[precision]:
+        raise InvariantError(
+            f"first mini-batch: mean ratio {ratio:.7f} and approximate KL {kl:.3g}, must be 1 and "
+            "0: the update computes other log-probs than the log_prob phase did (dropout, another "
+            "packing, another temperature, or weights that moved in between)"
+        )
+
+
+def check_reference(batch: RaggedBatch, *, precision: str) -> None:
+    """Before any update the actor is the reference. Raises InvariantError."""
+    response = batch.response
+    worst = _largest((response["old_logprobs"] - response["ref_logprobs"]).abs())
+    if worst > REFERENCE_TOLERANCE[precision]:
+        raise InvariantError(
+            f"before any update actor and reference log-probs differ by {worst:.3g}, must be within"
+            f" {REFERENCE_TOLERANCE[precision]}: their weights, layouts or precisions disagree"
+        )
+
+
+def check_parity(
+    batch: RaggedBatch, *, config: ParityConfig, precision: str
+) -> dict[str, float]:
+    """Compare the trainer's and the engine's log-probs of the sampled tokens; the metrics of it.
+
+    Raises InvariantError on a breach under action "stop"; logs a warning under "warn".
+    """
+    difference = (batch.response["old_logprobs"] - batch.response["rollout_logprobs"]).abs()
+    mean = float(difference.double().mean()) if len(difference) else 0.0
+    worst = _largest(difference)
+    bound_max = config.logprob_abs_diff_max or PARITY_MAX[precision]
+    bound_mean = config.logprob_abs_diff_mean or PARITY_MEAN[precision]
+    if not (worst <= bound_max and mean <= bound_mean):  # NaN is a breach
+        message = (
+            f"trainer and rollout engine disagree: |log-prob difference| max {worst:.3g} (bound "
+            f"{bound_max}), mean {mean:.3g} (bound {bound_mean}). Usual causes: weights not synced "
+            "or synced into the wrong place (reshard.verify=always tells), a cache kept across the "
+            "sync, top-p/top-k or untempered log-probs, a rope or epsilon the two read differently"
+        )
+        if config.action == "stop":
+            raise InvariantError(message)
+        logger.warning(message)
+    return {"parity/logprob_abs_diff_mean": mean, "parity/logprob_abs_diff_max": worst}
+
+
+def check_finite(metrics: dict[str, float], *, names: tuple[str, ...]) -> None:
+    """Raises RuntimeError naming losses and gradient norms that are NaN or infinite."""
+    wrong = [
+        f"{name}={metrics[name]}"
+        for name in names
+        if name in metrics and not torch.isfinite(torch.tensor(metrics[name]))
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"not finite: {', '.join(wrong)}; the weights of this step are spoilt. Look at the "
+            "step's rewards and lengths, then lower the learning rate or the gradient clip"
+        )
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.max()) if len(values) else 0.0

@@ -1,0 +1,347 @@
+"""One PPO step on the scored responses: log-probs, values, advantages, and the two updates.
+
+Everything here works on the step's whole batch, which every rank holds: mini-batches, advantages
+and normalisers are those of the whole batch whatever the layouts of the roles, and each role cuts
+the mini-batches to its own data-parallel ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.config import PpoConfig
+from rlhf_megatron.algorithms.gae import (
+    bootstrap_values,
+    generalized_advantage_estimation,
+    truncated_loss_mask,
+)
+from rlhf_megatron.algorithms.kl import KlController
+from rlhf_megatron.algorithms.losses import LossSum, explained_variance, policy_loss, value_loss
+from rlhf_megatron.algorithms.minibatch import mini_batches
+from rlhf_megatron.algorithms.partition import balanced_partition, pack_for_ranks
+from rlhf_megatron.algorithms.ragged import response_sums
+from rlhf_megatron.algorithms.rewards import token_rewards
+from rlhf_megatron.algorithms.whitening import whiten
+from rlhf_megatron.batch import RaggedBatch
+from rlhf_megatron.engine.microbatch import MicroBatch, make_micro_batch
+from rlhf_megatron.engine.model_engine import LossResult, ModelEngine, StepResult
+
+POLICY_FIELDS = ("old_logprobs", "advantages", "loss_mask")
+VALUE_FIELDS = ("values", "returns", "loss_mask")
+
+MiniBatch = list[int]
+"""Sample numbers of one optimizer step."""
+
+
+@dataclass
+class UpdateReport:
+    """What a role's updates of one step did."""
+
+    steps: list[StepResult] = field(default_factory=list)
+    stopped_early: bool = False
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the optimizer steps; of the ratio's maximum the largest."""
+        result: dict[str, float] = {}
+        for name in self.steps[0].metrics if self.steps else ():
+            values = [step.metrics[name] for step in self.steps]
+            result[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        return result
+
+    @property
+    def grad_norm(self) -> float:
+        return sum(step.grad_norm for step in self.steps) / max(len(self.steps), 1)
+
+
+class PpoStep:
+    """The parts of one step, called by the trainer phase by phase."""
+
+    def __init__(
+        self,
+        config: PpoConfig,
+        *,
+        actor: ModelEngine,
+        critic: ModelEngine,
+        ref: ModelEngine | None,
+        temperature: float,
+        max_response_tokens: int,
+        seed: int,
+    ) -> None:
+        self._config = config
+        self.actor, self.critic, self.ref = actor, critic, ref
+        self._temperature = temperature
+        self._max_response_tokens = max_response_tokens
+        self._seed = seed
+
+    def plan(self, batch: RaggedBatch, *, step: int) -> list[list[MiniBatch]]:
+        """The mini-batches of each epoch, from (seed, step, epoch)."""
+        return [
+            mini_batches(
+                len(batch),
+                mini_batch_samples=self._config.mini_batch_samples,
+                seed=(self._seed * 1_000_003 + step) * 1_009 + epoch,
+            )
+            for epoch in range(self._config.epochs)
+        ]
+
+    def log_probs(
+        self, engine: ModelEngine, *, batch: RaggedBatch, plan: Sequence[MiniBatch]
+    ) -> Tensor:
+        """log pi of each response token, [R] float32, under the tempered policy.
+
+        The micro-batches are those of the first epoch's updates, so that the first ratio is exactly
+        1: another packing would round differently.
+        """
+
+        def outputs(hidden: Tensor, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
+            found = engine.log_probs(hidden, micro_batch=micro, temperature=self._temperature)
+            return {"logprobs": (found.logprobs, micro.response_rows)}
+
+        found = engine.infer(
+            [m for mini in plan for m in self._micro_batches(engine, batch, mini, fields=())],
+            outputs=outputs,
+            sizes={"logprobs": batch.num_response_tokens},
+        )
+        return found["logprobs"]
+
+    def values(self, batch: RaggedBatch, *, plan: Sequence[MiniBatch]) -> dict[str, Tensor]:
+        """The critic's "values" at each response token's state, [R], and "last" at each sample's
+        last token, [B] (what a truncated response goes on with)."""
+
+        def outputs(output: Tensor, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
+            values = output[:, 0]
+            return {
+                "values": (values[micro.state_indices], micro.response_rows),
+                "last": (values[micro.last_indices], micro.sample_rows),
+            }
+
+        micro_batches = [
+            m for mini in plan for m in self._micro_batches(self.critic, batch, mini, fields=())
+        ]
+        return self.critic.infer(
+            micro_batches,
+            outputs=outputs,
+            sizes={"values": batch.num_response_tokens, "last": len(batch)},
+        )
+
+    def advantages(
+        self, batch: RaggedBatch, *, last_values: Tensor, kl_coefficient: float
+    ) -> dict[str, float]:
+        """Add `advantages`, `returns` and the final `loss_mask` to the batch; the metrics of it."""
+        config, response = self._config, batch.response
+        truncated = batch.sample["truncated"]
+        mask = truncated_loss_mask(
+            response["loss_mask"],
+            truncated=truncated,
+            response_lengths=batch.response_lengths,
+            policy=config.truncated,
+        )
+        scores = batch.sample["rewards"]
+        if config.reward_clip > 0:
+            scores = scores.clamp(-config.reward_clip, config.reward_clip)
+        in_reward = config.kl.place == "reward"
+        rewards = token_rewards(
+            scores,
+            response_lengths=batch.response_lengths,
+            loss_mask=mask,
+            logprobs=response["old_logprobs"],
+            ref_logprobs=response["ref_logprobs"] if in_reward else None,
+            kl_coefficient=kl_coefficient if in_reward else 0.0,
+            truncated=truncated,
+            policy=config.truncated,
+            truncation_penalty=config.truncation_penalty,
+        )
+        result = generalized_advantage_estimation(
+            rewards,
+            values=response["values"],
+            bootstrap_values=bootstrap_values(
+                last_values, truncated=truncated, policy=config.truncated
+            ),
+            response_lengths=batch.response_lengths,
+            loss_mask=mask,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+        )
+        advantages = result.advantages
+        if config.whiten_advantages:
+            advantages = whiten(advantages, mask=mask)
+        response.update(
+            loss_mask=mask,
+            token_rewards=rewards,
+            advantages=advantages.float(),
+            returns=result.returns.float(),
+        )
+        metrics = {
+            "critic/explained_variance": explained_variance(
+                response["values"], returns=result.returns, mask=mask
+            )
+        }
+        return metrics | self._kl_metrics(batch)
+
+    def update_critic(
+        self, batch: RaggedBatch, *, plan: Sequence[Sequence[MiniBatch]], learning_rate: float
+    ) -> UpdateReport:
+        """One optimizer step for each mini-batch of each epoch."""
+
+        def loss(output: Tensor, micro: MicroBatch) -> LossResult:
+            return _as_result(
+                value_loss(
+                    output[:, 0][micro.state_indices],
+                    old_values=micro.fields["values"],
+                    returns=micro.fields["returns"],
+                    loss_mask=micro.fields["loss_mask"],
+                    response_lengths=micro.response_lengths,
+                    config=self._config,
+                    max_response_tokens=self._max_response_tokens,
+                )
+            )
+
+        return self._update(
+            self.critic,
+            batch,
+            plan=plan,
+            fields=VALUE_FIELDS,
+            loss=loss,
+            learning_rate=learning_rate,
+        )
+
+    def update_actor(
+        self,
+        batch: RaggedBatch,
+        *,
+        plan: Sequence[Sequence[MiniBatch]],
+        learning_rate: float,
+        kl_coefficient: float,
+    ) -> UpdateReport:
+        """As `update_critic`; stops after a mini-batch whose approximate KL exceeds target_kl."""
+        in_loss = self._config.kl.place == "loss"
+
+        def loss(hidden: Tensor, micro: MicroBatch) -> LossResult:
+            found = self.actor.log_probs(hidden, micro_batch=micro, temperature=self._temperature)
+            return _as_result(
+                policy_loss(
+                    found.logprobs,
+                    old_logprobs=micro.fields["old_logprobs"],
+                    advantages=micro.fields["advantages"],
+                    loss_mask=micro.fields["loss_mask"],
+                    response_lengths=micro.response_lengths,
+                    entropy=found.entropy,
+                    ref_logprobs=micro.fields["ref_logprobs"] if in_loss else None,
+                    config=self._config,
+                    kl_coefficient=kl_coefficient,
+                    max_response_tokens=self._max_response_tokens,
+                )
+            )
+
+        target_kl = self._config.target_kl
+        return self._update(
+            self.actor,
+            batch,
+            plan=plan,
+            fields=(*POLICY_FIELDS, "ref_logprobs") if in_loss else POLICY_FIELDS,
+            loss=loss,
+            learning_rate=learning_rate,
+            stop=lambda r: target_kl > 0 and r.metrics["ppo/approx_kl"] > target_kl,
+        )
+
+    def _update(
+        self,
+        engine: ModelEngine,
+        batch: RaggedBatch,
+        *,
+        plan: Sequence[Sequence[MiniBatch]],
+        fields: Sequence[str],
+        loss: Callable[[Tensor, MicroBatch], LossResult],
+        learning_rate: float,
+        stop: Callable[[StepResult], bool] = lambda _: False,
+    ) -> UpdateReport:
+        report = UpdateReport()
+        for mini in (mini for epoch in plan for mini in epoch):
+            result = engine.train_step(
+                self._micro_batches(engine, batch, mini, fields=fields),
+                loss=loss,
+                learning_rate=learning_rate,
+            )
+            report.steps.append(result)
+            if stop(result):
+                report.stopped_early = True
+                break
+        return report
+
+    def _micro_batches(
+        self,
+        engine: ModelEngine,
+        batch: RaggedBatch,
+        mini_batch: MiniBatch,
+        *,
+        fields: Sequence[str],
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of a mini-batch: as many as every other replica has."""
+        groups = engine.model.groups
+        lengths: list[int] = batch.lengths.tolist()
+        parts = balanced_partition(
+            [lengths[i] for i in mini_batch], num_parts=groups.layout.data_parallel_size
+        )
+        samples_of = [[mini_batch[i] for i in part] for part in parts]
+        packed = pack_for_ranks(
+            [[lengths[i] for i in samples] for samples in samples_of],
+            micro_batch_tokens=self._config.micro_batch_tokens,
+            micro_batch_samples=self._config.micro_batch_samples,
+        )
+        replica = groups.coordinates.dp
+        return [
+            make_micro_batch(
+                batch,
+                samples=[samples_of[replica][i] for i in pack],
+                fields=fields,
+                pad_to_multiple=engine.pad_to_multiple,
+                device=engine.device,
+            )
+            for pack in packed[replica]
+        ]
+
+    def _kl_metrics(self, batch: RaggedBatch) -> dict[str, float]:
+        """kl/mean: mean over responses of the summed log-ratio to the reference, in nats."""
+        if "ref_logprobs" not in batch.response:
+            return {}
+        response = batch.response
+        sums = response_sums(
+            response["old_logprobs"] - response["ref_logprobs"],
+            loss_mask=response["loss_mask"],
+            response_lengths=batch.response_lengths,
+        )
+        num_tokens = float((response["loss_mask"] > 0).sum())
+        return {
+            "kl/mean": float(sums.mean()),
+            "kl/per_token": float(sums.sum()) / max(num_tokens, 1.0),
+        }
+
+
+def _as_result(loss: LossSum) -> LossResult:
+    return LossResult(
+        loss_sum=loss.loss_sum,
+        count=loss.count,
+        sums=loss.metrics.sums,
+        maxima=loss.metrics.maxima,
+    )
+
+
+def score_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Rewards and lengths of the step's responses."""
+    rewards = batch.sample["rewards"].double()
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "response/length_mean": float(batch.response_lengths.double().mean()),
+        "response/truncated_fraction": float(batch.sample["truncated"].double().mean()),
+    }
+
+
+def update_kl_controller(
+    controller: KlController, *, metrics: dict[str, float], num_samples: int
+) -> None:
+    """Steer beta by the step's mean KL, where there is one."""
+    if "kl/mean" in metrics:
+        controller.update(metrics["kl/mean"], num_samples=num_samples)

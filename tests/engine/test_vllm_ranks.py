@@ -1,0 +1,139 @@
+"""Two vLLM engines of two ranks each, on every other rank of four."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_ranks import run_ranks
+from tiny_models import (
+    EOS,
+    KINDS,
+    greedy_oracle,
+    logprob_oracle,
+    make_model,
+    make_prompts,
+    save_config,
+    write_weights,
+)
+
+from rlhf_megatron.rollout.config import RolloutConfig
+from rlhf_megatron.rollout.contract import SamplingParameters
+
+pytest.importorskip("vllm")
+
+ENGINES = [(0, 2), (1, 3)]
+CHECKED = ("llama", "one_kv_head_tied")
+SAMPLED = SamplingParameters(
+    temperature=0.7, max_response_tokens=16, responses_per_prompt=2, stop_token_ids=(EOS,)
+)
+GREEDY = SamplingParameters(
+    temperature=0.0, max_response_tokens=16, responses_per_prompt=1, stop_token_ids=(EOS,)
+)
+
+
+def engine_rank(rank: int, scratch: Path) -> dict[str, Any]:
+    from rlhf_megatron.rollout.factory import build_engine, resolve_engine
+    from rlhf_megatron.rollout.vllm_fit import level_group_count
+    from rlhf_megatron.rollout.worlds import make_engine_groups
+
+    device = torch.device("cpu")
+    results: dict[str, Any] = {}
+    start = time.perf_counter()
+    results["resolved"] = resolve_engine("auto", device=device)
+    results["import_seconds"] = time.perf_counter() - start
+    groups = make_engine_groups(ENGINES, device=device)
+    replica = next(i for i, ranks in enumerate(ENGINES) if rank in ranks)
+    for kind in CHECKED:
+        directory = save_config(kind, scratch / f"{kind}_{rank}")
+        start = time.perf_counter()
+        engine = build_engine(
+            results["resolved"].name,
+            model_dir=directory,
+            config=RolloutConfig(max_num_seqs=16, tensor_parallel_size=2),
+            ranks=ENGINES[replica],
+            replica=replica,
+            group=groups[replica],
+            dtype="float32",
+            run_seed=5,
+            max_model_len=128,
+            device=device,
+        )
+        level_group_count()
+        results[kind] = {"llm_seconds": time.perf_counter() - start, **observe(engine, kind)}
+        results[kind]["trainer"] = use_trainer_groups(rank)
+    return results
+
+
+def use_trainer_groups(rank: int) -> list[float]:
+    """Sums of the ranks over the default group and over one made afterwards."""
+    sums = []
+    for group in (None, dist.new_group([0, 1, 3])):
+        value = torch.tensor([float(rank)])
+        if group is None or rank in (0, 1, 3):
+            dist.all_reduce(value, group=group)
+        sums.append(value.item())
+    return sums
+
+
+def observe(engine: Any, kind: str) -> dict[str, Any]:
+    prompts = make_prompts(KINDS[kind]["vocab_size"], lengths=[4, 5, 6, 7, 8, 9, 3, 70])
+    seen: dict[str, Any] = {"greedy": [], "expected": []}
+    for version in range(2):
+        model = make_model(kind, seed=version + 1)
+        write_weights(engine, model=model, version=version)
+        batch = engine.generate(prompts, sampling=GREEDY, step=0)
+        seen["greedy"].append([batch.response_tokens(i) for i in range(len(batch))])
+        seen["expected"].append([greedy_oracle(model, prompt=p, tokens=16) for p in prompts])
+    start = time.perf_counter()
+    batch = engine.generate(prompts, sampling=SAMPLED, step=1)
+    seen["generate_seconds"] = time.perf_counter() - start
+    expected = [
+        logprob_oracle(
+            model,
+            prompt=batch.prompt_tokens(i),
+            response=batch.response_tokens(i),
+            temperature=SAMPLED.temperature,
+        )
+        for i in range(len(batch))
+    ]
+    difference = (torch.cat(expected) - batch.response["rollout_logprobs"]).abs().max()
+    return {**seen, "sampled": batch.tokens.tolist(), "difference": float(difference)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found = run_ranks(engine_rank, world_size=4, scratch=tmp_path_factory.mktemp("ranks"))
+    for rank, result in enumerate(found):
+        seconds = [(k, result[k]["llm_seconds"], result[k]["generate_seconds"]) for k in CHECKED]
+        print("rank", rank, "import", result["import_seconds"], seconds)
+    return found
+
+
+def test_auto_takes_vllm_and_says_so(results: list[dict[str, Any]]) -> None:
+    assert {r["resolved"].name for r in results} == {"vllm"}
+    assert "vLLM" in results[0]["resolved"].reason
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_greedy_equals_transformers_before_and_after_an_update(
+    results: list[dict[str, Any]], kind: str
+) -> None:
+    for result in results:
+        assert result[kind]["greedy"] == result[kind]["expected"]
+        assert result[kind]["greedy"][0] != result[kind]["greedy"][1]
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_engines_agree_since_seeds_belong_to_requests(
+    results: list[dict[str, Any]], kind: str
+) -> None:
+    assert all(result[kind]["sampled"] == results[0][kind]["sampled"] for result in results)
+    assert max(result[kind]["difference"] for result in results) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_trainer_groups_work_beside_the_engines(results: list[dict[str, Any]], kind: str) -> None:
+    assert [r[kind]["trainer"] for r in results] == [[6.0, 4.0], [6.0, 4.0], [6.0, 2.0], [6.0, 4.0]]

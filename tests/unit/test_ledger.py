@@ -1,0 +1,189 @@
+"""The phase ledger: clocks, memory, listeners, lines, metrics over ranks."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+from rlhf_megatron.observability.ledger import (
+    PhaseLedger,
+    PhaseRecord,
+    StepLedger,
+    append_ledger,
+    memory_use,
+    merge_ledgers,
+)
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def phase_entered(self, *, step, phase):
+        self.calls.append(("enter", step, phase))
+
+    def phase_exited(self, record):
+        self.calls.append(("exit", record.step, record.phase))
+
+
+def test_phases_are_timed_and_summed_into_metrics():
+    ledger = PhaseLedger(rank=2, device=CPU)
+    ledger.start_step(5)
+    for name, seconds in (("rollout", 0.06), ("update_actor", 0.02), ("update_actor", 0.03)):
+        with ledger.phase(name):
+            time.sleep(seconds)
+    step = ledger.finish_step()
+    assert [r.phase for r in step.phases] == ["rollout", "update_actor", "update_actor", "step"]
+    assert {(r.step, r.rank) for r in step.phases} == {(5, 2)}
+    metrics = step.metrics()
+    assert 0.06 <= metrics["time/rollout_seconds"] < 0.5
+    assert metrics["time/update_actor_seconds"] >= 0.05
+    parts = metrics["time/rollout_seconds"] + metrics["time/update_actor_seconds"]
+    assert parts <= metrics["time/step_seconds"] < parts + 0.5
+    for name in ("rollout", "update_actor", "step"):
+        assert metrics[f"memory/{name}_peak_gb"] > 0.05  # torch alone is larger
+    assert metrics["gpu/memory_active_gb"] == pytest.approx(memory_use(CPU).allocated_gb, rel=0.2)
+
+
+def test_memory_that_a_phase_takes_is_seen():
+    ledger = PhaseLedger(rank=0, device=CPU)
+    ledger.start_step(0)
+    held = []
+    with ledger.phase("before"):
+        pass
+    with ledger.phase("allocate"):
+        held.append(torch.ones(25_000_000))  # 0.1 GB
+    with ledger.phase("release"):
+        held.clear()
+    before, allocate, release, step = ledger.finish_step().phases
+    assert allocate.allocated_gb - before.allocated_gb == pytest.approx(0.1, abs=0.02)
+    # Released inside: the exit is lower, and the peak is that of the entry.
+    assert release.allocated_gb < release.peak_gb == pytest.approx(allocate.peak_gb, abs=0.02)
+    assert step.peak_gb == max(allocate.peak_gb, release.peak_gb)
+
+
+def test_the_current_phase_is_readable_from_another_thread():
+    ledger = PhaseLedger(rank=0, device=CPU)
+    seen = []
+    with ledger.phase("reshard"):
+        watchdog = threading.Thread(
+            target=lambda: seen.append((ledger.current_phase, ledger.phase_started_seconds))
+        )
+        watchdog.start()
+        watchdog.join()
+    assert seen[0][0] == "reshard" and 0 <= time.monotonic() - seen[0][1] < 5
+    assert ledger.current_phase is None
+
+
+def test_a_phase_that_raises_is_recorded_and_stays_named():
+    ledger, recorder = PhaseLedger(rank=0, device=CPU), Recorder()
+    ledger.listeners.append(recorder)
+    ledger.start_step(1)
+    with pytest.raises(RuntimeError, match="broken"), ledger.phase("reward"):
+        raise RuntimeError("broken")
+    assert ledger.current_phase == "reward"
+    with ledger.phase("checkpoint"):  # what cleans up may have a phase of its own
+        pass
+    assert [r.phase for r in ledger.finish_step().phases] == ["reward", "checkpoint", "step"]
+    assert recorder.calls == [
+        ("enter", 1, "reward"),
+        ("enter", 1, "checkpoint"),
+        ("exit", 1, "checkpoint"),
+    ]
+
+
+def test_phases_do_not_nest():
+    ledger = PhaseLedger(rank=0, device=CPU)
+    with pytest.raises(AssertionError, match="inner inside outer"):  # noqa: SIM117
+        with ledger.phase("outer"):
+            with ledger.phase("inner"):
+                pass
+
+
+def test_communication_adds_up_by_purpose_and_starts_anew_each_step():
+    ledger = PhaseLedger(rank=1, device=CPU)
+    ledger.start_step(4)
+    comm = ledger.communication
+    comm.record("reshard", num_bytes=100, seconds=0.5, collective="all_to_all")
+    comm.record("reshard", num_bytes=20, seconds=0.25, collective="all_to_all", calls=3)
+    comm.record("exchange", num_bytes=7, seconds=0.1)
+    exchange, reshard = ledger.finish_step().communication
+    assert (reshard.bytes, reshard.calls, reshard.seconds) == (120, 4, 0.75)
+    assert (reshard.purpose, reshard.collective) == ("reshard", "all_to_all")
+    assert (exchange.bytes, exchange.calls, exchange.rank, exchange.step) == (7, 1, 1, 4)
+    ledger.start_step(5)
+    assert ledger.finish_step().communication == []
+
+
+def phase_record(rank, phase, seconds, peak):
+    return PhaseRecord(
+        step=1,
+        rank=rank,
+        phase=phase,
+        seconds=seconds,
+        allocated_gb=peak / 2,
+        reserved_gb=peak,
+        peak_gb=peak,
+    )
+
+
+def test_metrics_of_several_ranks_are_those_of_the_worst():
+    parts = [
+        StepLedger([phase_record(0, "value", 1.0, 4.0), phase_record(0, "step", 3.0, 4.0)]),
+        StepLedger(
+            [
+                phase_record(1, "value", 0.75, 2.0),
+                phase_record(1, "value", 0.75, 6.0),
+                phase_record(1, "step", 2.0, 6.0),
+            ]
+        ),
+    ]
+    assert merge_ledgers(parts).metrics() == {
+        "time/value_seconds": 1.5,
+        "time/step_seconds": 3.0,
+        "memory/value_peak_gb": 6.0,
+        "memory/step_peak_gb": 6.0,
+        "gpu/memory_active_gb": 3.0,
+    }
+    assert StepLedger().metrics() == {}
+
+
+def test_lines_of_the_ledger_file(tmp_path):
+    for step in (1, 2):
+        ledger = PhaseLedger(rank=0, device=CPU)
+        ledger.start_step(step)
+        with ledger.phase("rollout"):
+            ledger.communication.record("reshard", num_bytes=5, seconds=0.5)
+        append_ledger(tmp_path / "run", ledger=ledger.finish_step())
+    lines = [json.loads(line) for line in (tmp_path / "run/ledger.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 1, 1, 2, 2, 2]
+    assert [line.get("phase") for line in lines[:3]] == ["rollout", "step", None]
+    assert set(lines[0]) == {
+        "step",
+        "rank",
+        "phase",
+        "seconds",
+        "allocated_gb",
+        "reserved_gb",
+        "peak_gb",
+    }
+    assert lines[2]["purpose"] == "reshard" and lines[2]["bytes"] == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peak_of_a_gpu_phase_includes_what_was_freed_inside():
+    device = torch.device("cuda", 0)
+    ledger = PhaseLedger(rank=0, device=device)
+    ledger.start_step(1)
+    with ledger.phase("value"):
+        torch.ones(25_000_000, device=device).add_(1)
+    with ledger.phase("reward"):
+        pass
+    value, reward, _ = ledger.finish_step().phases
+    assert value.peak_gb - value.allocated_gb >= 0.1
+    assert reward.peak_gb < value.peak_gb
