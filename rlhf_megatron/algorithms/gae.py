@@ -39,28 +39,28 @@ def generalized_advantage_estimation(
     owners = sample_of_token(response_lengths, num_tokens=len(rewards))[valid]
     lengths = torch.bincount(owners, minlength=len(response_lengths))
     width = int(lengths.max()) if len(lengths) else 0
-    # The valid tokens of all samples are padded on the left: every chain then starts in the last
-    # column, and what is computed in the padding is never read.
+    # One row a time step, one column a sample, padded at the beginning: every chain then starts in
+    # the last row, and what is computed in the padding is never read.
     ends = torch.cumsum(lengths, dim=0)
-    columns = torch.arange(len(owners), device=owners.device) - ends[owners] + width
+    rows = torch.arange(len(owners), device=owners.device) - ends[owners] + width
 
     def padded(flat: Tensor) -> Tensor:
-        grid = torch.zeros(len(lengths), width, dtype=torch.float64, device=flat.device)
-        grid[owners, columns] = flat[valid].double()
+        grid = torch.zeros(width, len(lengths), dtype=torch.float64, device=flat.device)
+        grid[rows, owners] = flat[valid].double()
         return grid
 
     reward_grid, value_grid = padded(rewards), padded(values)
     advantage_grid = torch.zeros_like(value_grid)
     accumulated = torch.zeros(len(lengths), dtype=torch.float64, device=values.device)
     next_values = bootstrap_values.double()
-    for column in reversed(range(width)):
-        delta = reward_grid[:, column] + gamma * next_values - value_grid[:, column]
+    for row in reversed(range(width)):
+        delta = reward_grid[row] + gamma * next_values - value_grid[row]
         accumulated = delta + gamma * gae_lambda * accumulated
-        advantage_grid[:, column] = accumulated
-        next_values = value_grid[:, column]
+        advantage_grid[row] = accumulated
+        next_values = value_grid[row]
 
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    flat_advantages = advantage_grid[owners, columns]
+    flat_advantages = advantage_grid[rows, owners]
     advantages[valid] = flat_advantages.to(values.dtype)
     returns[valid] = (flat_advantages + values[valid].double()).to(values.dtype)
     return GaeResult(advantages, returns)

@@ -217,7 +217,7 @@ def _messages(value: Any, *, name: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _wrong_type(name: str, *, value: Any, rule: str) -> str:
-    kind = "an empty list" if value == [] else f"a {type(value).__name__}"
+    kind = "an empty list" if value == [] else f"of type {type(value).__name__}"
     return f"{name!r} is {kind}, must be {rule}"
 
 

@@ -64,7 +64,7 @@ def _read_jsonl(path: Path, *, key: str) -> list[Row]:
             problems.append(f"line {line_number}: bad JSON: {error.msg} at column {error.colno}")
             continue
         if not isinstance(values, dict):
-            problems.append(f"line {line_number}: a {type(values).__name__}, must be an object")
+            problems.append(f"line {line_number}: of type {type(values).__name__}, must be an object")
             continue
         rows.append(Row(number=len(rows), place=f"line {line_number}", values=values))
     refuse_rows(path, key=key, problems=problems)

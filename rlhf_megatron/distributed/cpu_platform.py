@@ -21,7 +21,11 @@ class CudaMeansCpu(TorchFunctionMode):
     """Answer requests for CUDA tensors with CPU tensors."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         # schedules.py:596 torch.zeros(..., device="cuda"); param_and_grad_buffer.py:800;

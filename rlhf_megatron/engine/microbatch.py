@@ -58,5 +58,3 @@ def make_micro_batch(
         response_rows=response_rows,
         sample_rows=rows,
     )
-
-

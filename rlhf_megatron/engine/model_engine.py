@@ -223,8 +223,10 @@ class ModelEngine:
         sums = torch.zeros(len(sum_names), 2, dtype=torch.float64, device=self.device)
         maxima = torch.zeros(len(maximum_names), dtype=torch.float64, device=self.device)
         for result in collected if contributes else ():
-            sums += torch.stack([result.sums[name] for name in sum_names])
-            maxima = torch.maximum(maxima, torch.stack([result.maxima[n] for n in maximum_names]))
+            for row, name in enumerate(sum_names):
+                sums[row] += result.sums[name]
+            for row, name in enumerate(maximum_names):
+                maxima[row] = torch.maximum(maxima[row], result.maxima[name])
         dist.all_reduce(sums, group=self.job_group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.job_group)
         means = {n: s / max(c, 1.0) for n, (s, c) in zip(sum_names, sums.tolist(), strict=True)}

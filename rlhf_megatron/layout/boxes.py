@@ -6,6 +6,7 @@ which half-open box of which logical tensor lies at which place of which physica
 
 from dataclasses import dataclass
 from math import prod
+from operator import ge, sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +18,17 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common box, or None where there is none."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(map(ge, start, stop)):
             return None
         return Box(start, stop)
 

@@ -174,7 +174,11 @@ def build_model(
     groups.seed(seed)
     with groups.active():
         config = transformer_config(
-            arch, groups=groups, precision=precision, recompute=recompute, device=device,
+            arch,
+            groups=groups,
+            precision=precision,
+            recompute=recompute,
+            device=device,
             dtype=dtype,
         )
         fused = use_transformer_engine(layer_spec_name, device=device)
@@ -209,9 +213,7 @@ def build_model(
         if dtype is not None:
             gpt.to(dtype)
         _zero_vocabulary_padding(gpt, arch=arch, groups=groups)
-    return RoleModel(
-        arch=arch, head=head, groups=groups, config=config, gpt=gpt, fused_norms=fused
-    )
+    return RoleModel(arch=arch, head=head, groups=groups, config=config, gpt=gpt, fused_norms=fused)
 
 
 def _zero_vocabulary_padding(gpt: GPTModel, *, arch: ModelArchitecture, groups: RoleGroups) -> None:

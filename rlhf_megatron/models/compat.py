@@ -46,9 +46,7 @@ def varlen_attention(
         else:
             repeats = query.size(1) // key.size(1)
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options
-    )
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
 
 
 def transformer_engine_imports() -> bool:

@@ -86,9 +86,7 @@ class PackedAttention(nn.Module):
             out = self._by_equal_length(q, k, v, packed_seq_params)
         return out.reshape(out.size(0), 1, -1)
 
-    def _by_equal_length(
-        self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences
-    ) -> Tensor:
+    def _by_equal_length(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
         outs = []
         for rows in packed.equal_length_rows:  # [n, length]
             out = F.scaled_dot_product_attention(

@@ -19,7 +19,7 @@ MASKED_LOGIT = -1e30
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """This rank's part of the vocabulary: rows [start, start + rows) of the padded output weight."""
+    """This rank's part of the vocabulary: rows [start, start + rows) of the padded weight."""
 
     start: int
     rows: int
@@ -134,8 +134,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             # d logprob / d logit_j = [j = target] - p_j
             # d entropy / d logit_j = -p_j * (log p_j + entropy)
             grad = -p * (
-                grad_logprobs[part, None]
-                + grad_entropy[part, None] * (log_p + entropy[part, None])
+                grad_logprobs[part, None] + grad_entropy[part, None] * (log_p + entropy[part, None])
             )
             rows, here = _local_targets(targets[part], shard)
             grad.scatter_add_(1, rows[:, None], (grad_logprobs[part] * here)[:, None])

@@ -12,6 +12,7 @@ from rlhf_megatron.observability.text import cut, display_width, format_number, 
 
 _SHORT_PHASE_SECONDS = 1.0
 _LABEL_WIDTH = 9
+_NAME_WIDTH = 14
 _REWARD_WIDTH = 8
 _MAXIMUM_WIDTH = 100
 _CLEAR_LINE = "\r\x1b[2K"
@@ -204,7 +205,7 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]]:
         for label, cells in _ROWS.items()
     }
     held_out = [
-        (cut(key.removeprefix("eval/").removeprefix("reward/"), width=9), format_number(value))
+        (cut(key.removeprefix("eval/"), width=_NAME_WIDTH), format_number(value))
         for key, value in metrics.items()
         if key.startswith("eval/")
     ]

@@ -75,7 +75,11 @@ class MetricsWriter:
             self._tensorboard.close()
             self._tensorboard = None
         if self._wandb is not None:
+            from wandb import teardown
+
             self._wandb.finish()
+            # finish() of 0.31 returns before the last records are on the disk; this waits for them.
+            teardown()
             self._wandb = None
 
 

@@ -50,7 +50,7 @@ def pad(text: str, *, width: int) -> str:
 
 
 def format_number(value: float) -> str:
-    """At most nine characters: 12, 0.1234, 12346, 1.23e-06, nan."""
+    """At most ten characters: 12, 0.1234, 12346, 1.23e-06, nan."""
     if isinstance(value, int) and abs(value) < 10**8:
         return str(value)
     if not math.isfinite(value) or value == 0:

@@ -3,7 +3,7 @@
 An engine is an ascending list of ranks; the k-th rank holds the k-th tensor-parallel shard.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 
 from rlhf_megatron.errors import UserError
@@ -45,8 +45,8 @@ def propose_engines(
     away = _Away(source, shards)
     engines: Engines = []
     for members in nodes.values():
-        groupings: list[Engines] = list(_groupings(members, size=size))
-        engines += min(groupings, key=lambda grouping: away.elements(grouping))
+        best: Engines = min(_groupings(members, size=size), key=away.elements)
+        engines += best
     return engines
 
 
@@ -57,7 +57,7 @@ class _Away:
         self._source, self._shards = source, shards
         self._known: dict[tuple[int, int], int] = {}
 
-    def elements(self, engines: Sequence[tuple[int, ...]]) -> int:
+    def elements(self, engines: Iterable[tuple[int, ...]]) -> int:
         return sum(self._of(rank, k) for engine in engines for k, rank in enumerate(engine))
 
     def _of(self, rank: int, shard: int) -> int:

@@ -206,7 +206,9 @@ def _elements_away(held: tuple[Placement, ...], wanted: tuple[Placement, ...]) -
     own: dict[str, list[Box]] = {}
     for placement in held:
         own.setdefault(placement.tensor, []).append(placement.box)
-    disjoint = {name: list(cells(boxes)) for name, boxes in own.items()}
+    disjoint = {
+        name: list(cells(boxes)) if len(boxes) > 1 else boxes for name, boxes in own.items()
+    }
     away = 0
     for placement in wanted:
         common = (placement.box.intersect(box) for box in disjoint.get(placement.tensor, ()))

@@ -1,5 +1,6 @@
 """Who sends to whom, and in which bucket: the planner's two decisions. Integers only."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,9 +95,9 @@ class Buckets:
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._sending: dict[int, _Fills] = {}
+        self._sending: defaultdict[int, _Fills] = defaultdict(_Fills)
         """Per sender."""
-        self._taking: dict[int, _Fills] = {}
+        self._taking: defaultdict[int, _Fills] = defaultdict(_Fills)
         """Per class of takers, by its first rank."""
 
     @property
@@ -105,8 +106,8 @@ class Buckets:
 
     def place(self, loads: Mapping[int, int], *, taker: int, size_bytes: int) -> int:
         """The bucket of a piece: `loads` are the bytes each sender sends of it."""
-        sides = [(self._taking.setdefault(taker, _Fills()), size_bytes)]
-        sides += [(self._sending.setdefault(rank, _Fills()), load) for rank, load in loads.items()]
+        sides = [(self._taking[taker], size_bytes)]
+        sides += [(self._sending[rank], load) for rank, load in loads.items()]
         bucket = max(fills.first_open for fills, _ in sides)
         while not all(fills.fits(bucket, load, self._bucket_bytes) for fills, load in sides):
             bucket += 1

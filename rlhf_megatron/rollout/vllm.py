@@ -89,6 +89,7 @@ class VllmEngine(RolloutEngine):
             vllm_fit.self_test(group)
             with vllm_fit.ready_for_llm(group, device=device):
                 self._llm = vllm.LLM(**arguments)
+        vllm_fit.drop_message_queue()
         vllm_fit.keep_groups_on_exit(self._llm)
         check_parameters(
             self.parameters(), layout=self.layout(), padded=VOCAB_PARAMETERS, engine=self.name
@@ -139,7 +140,7 @@ class VllmEngine(RolloutEngine):
             for request in requests
         ]
         inputs = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in requests]
-        with preserved_generators(self._device):
+        with preserved_generators(self._device), vllm_fit.quiet():
             if not per_request:
                 # The ranks of an engine sample each for itself, from the global generators: they
                 # must agree, or tokens differ silently and the engine hangs at the first EOS.

@@ -6,6 +6,7 @@ are those of vLLM 0.32.0 (the CPU build) and 0.25.1 (the GPU build), and of torc
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import uuid
@@ -43,6 +44,24 @@ def prepare_environment(*, device: torch.device) -> None:
         dynamo.disable = True  # type: ignore[attr-defined]  # it read the environment before
 
 
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what vLLM makes torch say on every rank, and no user can act on."""
+    with warnings.catch_warnings():
+        # torch 2.13: reduce_op and all_gather_into_tensor are deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        log = logging.getLogger("torch._library.triton")  # "Triton not available", on a CPU
+        log.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            log.removeFilter(_nothing)
+
+
 def import_vllm(*, device: torch.device) -> Any:
     """The module `vllm`, ready for `LLM()` on `device`.
 
@@ -50,8 +69,7 @@ def import_vllm(*, device: torch.device) -> Any:
     """
     prepare_environment(device=device)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch.distributed.reduce_op
+        with quiet():
             vllm = importlib.import_module("vllm")
             # The module loads its parts on first use; these are where a broken install shows.
             _ = vllm.LLM, vllm.SamplingParams
@@ -169,6 +187,7 @@ def ready_for_llm(group: dist.ProcessGroup, *, device: torch.device) -> Iterator
     """
     on_cpu = device.type == "cpu"
     with ExitStack() as stack:
+        stack.enter_context(quiet())
         if on_cpu:
             job = [uuid.uuid4().hex]
             dist.broadcast_object_list(job, group=group, group_src=0)
@@ -240,6 +259,17 @@ def own_shared_memory(name: str) -> Iterator[None]:
 def inner_model(llm: Any) -> nn.Module:
     """The model that this rank computes with; its parameters are the live ones."""
     return llm.apply_model(lambda model: model)[0]  # type: ignore[no-any-return]
+
+
+def drop_message_queue() -> None:
+    """Free the Python shared memory of the tensor-parallel group, which nothing here uses.
+
+    Its ranks get their work from their own schedulers. Kept, it is reported as leaked at exit
+    (distributed/parallel_state.py, GroupCoordinator.mq_broadcaster; without it the group falls back
+    to torch's broadcast).
+    """
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    state.get_tp_group().mq_broadcaster = None
 
 
 def keep_groups_on_exit(llm: Any) -> None:

@@ -1,11 +1,12 @@
 """The configuration: loading, overrides, unknown keys, and every rule with its message."""
 
+import ast
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from model_numbers import Numbers
 
 from rlhf_megatron.config import Config, load_config, resolved_yaml
 from rlhf_megatron.distributed.config import ParallelConfig
@@ -21,19 +22,6 @@ actor: {model: models/tiny}
 data: {prompts: prompts.jsonl}
 reward: {function: "rewards.py:score"}
 """
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A model's architecture, as far as the rules read it."""
-
-    num_layers: int = 4
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 2
-    hidden_size: int = 64
-    ffn_hidden_size: int = 96
-    vocab_size: int = 100
-    max_position_embeddings: int = 2048
 
 
 def write(folder: Path, text: str, *, name: str = "config.yaml") -> str:
@@ -347,7 +335,14 @@ def test_broken_files(tmp_path: Path) -> None:
     assert "not valid YAML" in problems_of(control)[0]
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xff}")
     assert "UTF-8" in problems_of(str(tmp_path / "latin.yaml"))[0]
+    cyclic = write(tmp_path, "run: &a {name: *a}\n", name="cyclic.yaml")
+    assert "contains itself" in problems_of(cyclic)[0]
     assert load_config([write(tmp_path, "", name="empty.yaml")], overrides=[]) == Config()
+
+
+def test_an_unread_file_is_the_only_news_but_for_other_settings(tmp_path: Path) -> None:
+    problems = problems_of(str(tmp_path / "none.yaml"), "ppo.gamma=2")
+    assert [p.split(":")[0] for p in problems][1:] == ["ppo.gamma=2.0"]
 
 
 def test_a_key_given_twice(tmp_path: Path) -> None:
@@ -562,8 +557,6 @@ def test_validate_takes_a_plain_config() -> None:
 
 def test_every_option_is_documented_where_it_is_declared() -> None:
     """Each declared field is followed by a docstring."""
-    import ast
-
     room = Path(__file__).parents[2] / "rlhf_megatron"
     for path in [room / "config.py", *room.glob("*/config.py")]:
         for node in ast.parse(path.read_text()).body:

@@ -5,11 +5,11 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from model_numbers import Numbers
 
 from rlhf_megatron.resolve import describe_batch
 from rlhf_megatron.validation import load_and_validate
 from rlhf_megatron.validation_model import validate_model
-from tests.unit.model_numbers import Numbers
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -40,10 +40,10 @@ def test_phases_are_timed_and_summed_into_metrics():
     assert [r.phase for r in step.phases] == ["rollout", "update_actor", "update_actor", "step"]
     assert {(r.step, r.rank) for r in step.phases} == {(5, 2)}
     metrics = step.metrics()
-    assert 0.06 <= metrics["time/rollout_seconds"] < 0.5
+    assert 0.06 <= metrics["time/rollout_seconds"] < 5
     assert metrics["time/update_actor_seconds"] >= 0.05
     parts = metrics["time/rollout_seconds"] + metrics["time/update_actor_seconds"]
-    assert parts <= metrics["time/step_seconds"] < parts + 0.5
+    assert parts <= metrics["time/step_seconds"] < parts + 5
     for name in ("rollout", "update_actor", "step"):
         assert metrics[f"memory/{name}_peak_gb"] > 0.05  # torch alone is larger
     assert metrics["gpu/memory_active_gb"] == pytest.approx(memory_use(CPU).allocated_gb, rel=0.2)

@@ -1,0 +1,377 @@
+"""Puts a run together: roles, engines, data and reward, from the configuration.
+
+Each function makes one part; trainer.py holds them.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.checkpoint.hf_read import load_hf_checkpoint
+from rlhf_megatron.config import Config
+from rlhf_megatron.data.prompts import Demonstration, PromptSet, load_demonstrations, load_prompts
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.distributed.groups import GroupFactory, RoleGroups, build_role_groups
+from rlhf_megatron.distributed.start import DistributedContext
+from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.errors import ConfigError
+from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
+from rlhf_megatron.layout.boxes import RankLayout
+from rlhf_megatron.layout.hf import hf_layout
+from rlhf_megatron.layout.vllm import vllm_rank_layout
+from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD, RoleModel, build_model
+from rlhf_megatron.models.config import ActorConfig, CriticConfig, OptimizerConfig, ReferenceConfig
+from rlhf_megatron.reshard.engines import propose_engines
+from rlhf_megatron.resolve import parallel_layout, rollout_ranks
+from rlhf_megatron.rewards.function import FunctionScorer, check_arguments, load_reward_function
+from rlhf_megatron.rewards.model import ModelScorer
+from rlhf_megatron.rewards.score import Scorer
+from rlhf_megatron.rollout import vllm_fit
+from rlhf_megatron.rollout.contract import RolloutEngine
+from rlhf_megatron.rollout.factory import build_engine, parse_engines, resolve_engine
+from rlhf_megatron.rollout.worlds import make_engine_groups
+from rlhf_megatron.validation_model import validate_model
+from rlhf_megatron.weight_sync import copy_weights, role_layouts
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architectures:
+    """What each role's model is."""
+
+    actor: ModelArchitecture
+    critic: ModelArchitecture
+    ref: ModelArchitecture | None  # None without a KL penalty
+
+
+def read_architectures(config: Config) -> Architectures:
+    """Read and check the roles' models. Raises ConfigError with all problems."""
+    actor = read_architecture(config.actor.model)
+    critic = read_architecture(config.critic.model) if config.critic.model else actor
+    ref = None
+    if config.ppo.kl.place != "off":
+        ref = read_architecture(config.ref.model) if config.ref.model else actor
+    problems = validate_model(config, actor=actor, critic=critic, ref=ref)
+    if actor.head != "lm":
+        problems.append(
+            f"actor.model={config.actor.model}: a classification model cannot generate; give a "
+            "language model (a reward model's head is for critic.model or reward.model)"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Architectures(actor=actor, critic=critic, ref=ref)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prompts and texts."""
+
+    tokenizer: Tokenizer
+    prompts: PromptSet
+    evaluation: PromptSet | None
+    demonstrations: list[Demonstration]
+
+
+def load_data(config: Config, *, architectures: Architectures) -> Data:
+    """Read and tokenize all files. Raises UserError."""
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer or config.actor.model)
+    prompts = load_prompts(
+        data.prompts,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        prompt_field=data.prompt_field,
+        long_prompts=data.long_prompts,
+        add_bos=data.add_bos,  # type: ignore[arg-type]
+    )
+    if prompts.dropped_long:
+        logger.warning("data.prompts: %d prompts too long, left out", prompts.dropped_long)
+    evaluation = None
+    if config.evaluation.prompts:
+        evaluation = load_prompts(
+            config.evaluation.prompts,
+            tokenizer=tokenizer,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            prompt_field=data.prompt_field,
+            long_prompts=data.long_prompts,
+            add_bos=data.add_bos,  # type: ignore[arg-type]
+            max_prompts=config.evaluation.max_prompts,
+            key="evaluation.prompts",
+        )
+    demonstrations: list[Demonstration] = []
+    if config.warmup.steps > 0:
+        demonstrations = load_demonstrations(
+            config.warmup.demonstrations,
+            tokenizer=tokenizer,
+            max_tokens=architectures.actor.max_position_embeddings,
+            prompt_field=data.prompt_field,
+            response_field=config.warmup.response_field,
+            add_bos=data.add_bos,  # type: ignore[arg-type]
+        )
+    return Data(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        evaluation=evaluation,
+        demonstrations=demonstrations,
+    )
+
+
+def stop_token_ids(
+    config: Config, *, tokenizer: Tokenizer, arch: ModelArchitecture
+) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's and the model's EOS, and the config's."""
+    named = [tokenizer.token_id(name) for name in config.rollout.stop_tokens]
+    return tuple(
+        sorted(
+            {
+                *tokenizer.eos_token_ids,
+                *arch.eos_token_ids,
+                *config.rollout.stop_token_ids,
+                *named,
+            }
+        )
+    )
+
+
+def build_scorer(config: Config, *, prompts: PromptSet, device: torch.device) -> Scorer:
+    """The reward of the configuration. Raises UserError where it cannot be loaded or called."""
+    if config.reward.model:
+        return ModelScorer(
+            config.reward.model, device=device, batch_samples=config.reward.model_batch_samples
+        )
+    function = load_reward_function(config.reward.function)
+    check_arguments(function, spec=config.reward.function, fields=prompts.rows[0].fields)
+    return FunctionScorer(function)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The process groups of all roles on this rank."""
+
+    actor: RoleGroups
+    critic: RoleGroups
+    ref: RoleGroups
+    reward: RoleGroups
+
+
+def build_groups(config: Config, *, context: DistributedContext) -> Groups:
+    """One process group collection per role; roles of one layout share groups."""
+    factory = GroupFactory(timeout_seconds=context.timeout_seconds)
+    found: dict[str, RoleGroups] = {}
+    for role, parallel in (
+        ("actor", config.actor.parallel),
+        ("critic", config.critic.parallel),
+        ("ref", config.ref.parallel),
+        ("reward", config.reward.parallel),
+    ):
+        groups = build_role_groups(
+            role,
+            layout=parallel_layout(parallel, world_size=context.world_size),
+            factory=factory,
+        )
+        assert groups is not None, f"{role}: split placement was to be refused before"
+        found[role] = groups
+    return Groups(**found)
+
+
+RoleConfig = ActorConfig | CriticConfig | ReferenceConfig
+
+
+def _build_engine_of_role(
+    arch: ModelArchitecture,
+    *,
+    role: RoleConfig,
+    head: str,
+    groups: RoleGroups,
+    optimizer: OptimizerConfig | None,
+    seed: int,
+    context: DistributedContext,
+) -> ModelEngine:
+    model = build_model(
+        arch,
+        head=head,
+        groups=groups,
+        precision=role.precision,
+        layer_spec_name=role.layer_spec,
+        recompute=getattr(role, "recompute", "none"),
+        device=context.device,
+        seed=seed,
+    )
+    return ModelEngine(
+        model, device=context.device, job_group=dist.group.WORLD, optimizer_config=optimizer
+    )
+
+
+def _load(engine: ModelEngine, *, directory: str, rank: int) -> None:
+    model = engine.model
+    report = load_hf_checkpoint(
+        directory,
+        layout=model.rank_layout(rank),
+        parameters=model.parameters(),
+        arch=model.arch,
+        head=model.head,
+    )
+    engine.weights_changed()
+    logger.info(
+        "%s: read %.1f MB of %s%s",
+        model.groups.role,
+        report.bytes_read / 1e6,
+        directory,
+        "; the value head starts at 0"
+        if model.head == VALUE_HEAD and not report.value_head_loaded
+        else "",
+    )
+
+
+def build_actor(
+    config: Config, *, arch: ModelArchitecture, groups: RoleGroups, context: DistributedContext
+) -> ModelEngine:
+    """The actor with the weights of its directory."""
+    actor = _build_engine_of_role(
+        arch,
+        role=config.actor,
+        head=LM_HEAD,
+        groups=groups,
+        optimizer=config.actor.optimizer,
+        seed=config.run.seed,
+        context=context,
+    )
+    _load(actor, directory=config.actor.model, rank=context.rank)
+    return actor
+
+
+def build_critic(
+    config: Config,
+    *,
+    arch: ModelArchitecture,
+    groups: RoleGroups,
+    actor: ModelEngine,
+    context: DistributedContext,
+) -> ModelEngine:
+    """The critic, with the weights of its directory or, by default, of the actor as it is now."""
+    critic = _build_engine_of_role(
+        arch,
+        role=config.critic,
+        head=VALUE_HEAD,
+        groups=groups,
+        optimizer=config.critic.optimizer,
+        seed=config.run.seed,
+        context=context,
+    )
+    _start_weights(critic, directory=config.critic.model, actor=actor, context=context)
+    return critic
+
+
+def build_reference(
+    config: Config,
+    *,
+    arch: ModelArchitecture,
+    groups: RoleGroups,
+    actor: ModelEngine,
+    context: DistributedContext,
+) -> ModelEngine:
+    """The frozen reference, with the weights of its directory or of the actor as it is now."""
+    ref = _build_engine_of_role(
+        arch,
+        role=config.ref,
+        head=LM_HEAD,
+        groups=groups,
+        optimizer=None,
+        seed=config.run.seed,
+        context=context,
+    )
+    _start_weights(ref, directory=config.ref.model, actor=actor, context=context)
+    return ref
+
+
+def _start_weights(
+    engine: ModelEngine, *, directory: str, actor: ModelEngine, context: DistributedContext
+) -> None:
+    if directory:
+        _load(engine, directory=directory, rank=context.rank)
+        return
+    copy_weights(
+        actor.model,
+        target=engine.model,
+        rank=context.rank,
+        group=dist.group.WORLD,
+        device=context.device,
+    )
+    engine.weights_changed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlacement:
+    """Which engines there are, and what each of their ranks holds."""
+
+    engine_name: str
+    engines: list[tuple[int, ...]]
+    layouts: dict[int, RankLayout]
+
+
+def place_engines(
+    config: Config,
+    *,
+    actor: RoleModel,
+    context: DistributedContext,
+    say: Callable[[str], None],
+) -> RolloutPlacement:
+    """Choose engine and ranks. Raises UserError where they do not fit."""
+    resolved = resolve_engine(config.rollout.engine, device=context.device)
+    say(f"rollout engine: {resolved.reason}")
+    size = config.rollout.tensor_parallel_size
+    if resolved.name == "hf":
+        shards = [hf_layout(actor.arch, head="lm")]
+        if size != 1:
+            raise ConfigError(
+                [
+                    f"rollout.tensor_parallel_size={size}: the hf engine holds a whole model on "
+                    "each rank; set it to 1, or install vLLM"
+                ]
+            )
+    else:
+        shards = [
+            vllm_rank_layout(actor.arch, tensor_parallel_size=size, tp_rank=shard)
+            for shard in range(size)
+        ]
+    ranks = rollout_ranks(config, world_size=context.world_size)
+    if config.rollout.engines == "auto":
+        engines = propose_engines(
+            role_layouts(actor), shards=shards, ranks=ranks, node_of=context.node_of
+        )
+    else:
+        engines = parse_engines(config.rollout.engines, ranks=ranks, tensor_parallel_size=size)
+    say(f"rollout: {len(engines)} engine(s) of TP{size} on ranks {engines}")
+    layouts = {rank: shards[k] for engine in engines for k, rank in enumerate(engine)}
+    return RolloutPlacement(engine_name=resolved.name, engines=engines, layouts=layouts)
+
+
+def build_rollout_engine(
+    config: Config, *, placement: RolloutPlacement, context: DistributedContext
+) -> RolloutEngine | None:
+    """This rank's engine; None where it does not roll out. Collective over the job."""
+    groups = make_engine_groups(placement.engines, device=context.device)
+    engine = None
+    for replica, (ranks, group) in enumerate(zip(placement.engines, groups, strict=True)):
+        if context.rank in ranks:
+            engine = build_engine(
+                placement.engine_name,
+                model_dir=config.actor.model,
+                config=config.rollout,
+                ranks=ranks,
+                replica=replica,
+                group=group,
+                dtype="bfloat16" if config.actor.precision == "bf16" else "float32",
+                run_seed=config.run.seed,
+                max_model_len=config.rollout.max_prompt_tokens
+                + max(config.rollout.max_response_tokens, config.evaluation.max_response_tokens),
+                device=context.device,
+            )
+    vllm_fit.level_group_count(device=context.device)
+    return engine

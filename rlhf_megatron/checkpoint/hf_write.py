@@ -1,0 +1,228 @@
+"""Export to a Hugging Face directory: a reshard whose target layout is files of whole tensors."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.hf_config_write import write_config_files
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.layout.architecture import ModelArchitecture
+from rlhf_megatron.layout.boxes import LogicalTensor, RankLayout
+from rlhf_megatron.layout.cuts import whole
+from rlhf_megatron.layout.tensors import Head, logical_tensors
+from rlhf_megatron.reshard.execute import Resharder
+from rlhf_megatron.reshard.plan import make_plan
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file and the rank that writes it."""
+
+    file_name: str
+    writer: int
+    tensors: tuple[LogicalTensor, ...]
+
+
+def export_hf(
+    output_dir: str | Path,
+    *,
+    arch: ModelArchitecture,
+    head: Head,
+    layouts: Mapping[int, RankLayout],
+    parameters: Mapping[str, Tensor],
+    rank: int,
+    group: dist.ProcessGroup,
+    template_dir: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    max_shard_bytes: float = 5e9,
+    bucket_bytes: int = 256_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Write the model as safetensors with config and tokenizer files of `template_dir`.
+
+    Collective over `group`, whose ranks include all of `layouts` (global ranks) and share the file
+    system. Each rank writes every group-size-th file and holds one file's tensors in host memory;
+    `device` holds the transfer buffers; default the parameters'. Written beside `output_dir` and renamed when complete;
+    replaces an existing directory only with `overwrite`. Raises UserError on all ranks otherwise,
+    or where any rank cannot write; nothing half-written is left.
+    """
+    output, template = Path(output_dir), Path(template_dir)
+    partial = output.with_name(f".{output.name}.partial")
+    ranks = dist.get_process_group_ranks(group)
+    first = rank == ranks[0]
+    shards = plan_shards(
+        logical_tensors(arch, head=head),
+        itemsize_bytes=dtype.itemsize,
+        max_shard_bytes=max_shard_bytes,
+        writers=ranks,
+    )
+
+    def prepare() -> None:
+        if output.exists() and not overwrite:
+            raise UserError(f"{output}: exists already; choose another path, or ask to overwrite")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        name = str(dtype).removeprefix("torch.")
+        write_config_files(partial, template_dir=template, arch=arch, head=head, dtype=name)
+        if len(shards) > 1:
+            _write_index(partial, shards=shards, itemsize_bytes=dtype.itemsize)
+
+    def finish() -> None:
+        shutil.rmtree(output, ignore_errors=True)
+        partial.rename(output)
+
+    try:
+        _together(prepare if first else _nothing, group=group)
+        for start in range(0, len(shards), len(ranks)):
+            batch = shards[start : start + len(ranks)]
+            mine = next((shard for shard in batch if shard.writer == rank), None)
+            tensors = _gather(
+                batch,
+                layouts=layouts,
+                parameters=parameters,
+                rank=rank,
+                group=group,
+                dtype=dtype,
+                device=device or _device_of(parameters, group=group),
+                bucket_bytes=bucket_bytes,
+            )
+            _together(_saver(partial, mine=mine, tensors=tensors), group=group)
+        _together(finish if first else _nothing, group=group)
+    except BaseException:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def plan_shards(
+    tensors: list[LogicalTensor],
+    *,
+    itemsize_bytes: int,
+    max_shard_bytes: float,
+    writers: list[int],
+) -> list[Shard]:
+    """Fill files in order, up to `max_shard_bytes` each (a larger tensor has one to itself)."""
+    groups: list[list[LogicalTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = prod(tensor.shape) * itemsize_bytes
+        if groups[-1] and filled + size > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    count = len(groups)
+    return [
+        Shard(
+            "model.safetensors"
+            if count == 1
+            else f"model-{number + 1:05d}-of-{count:05d}.safetensors",
+            writers[number % len(writers)],
+            tuple(group),
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+def _gather(
+    batch: list[Shard],
+    *,
+    layouts: Mapping[int, RankLayout],
+    parameters: Mapping[str, Tensor],
+    rank: int,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    bucket_bytes: int,
+) -> dict[str, Tensor]:
+    """The tensors of this rank's file, in host memory; empty where it writes none."""
+    names = {tensor.name for shard in batch for tensor in shard.tensors}
+    shared = {id(layout): layout for layout in layouts.values()}
+    reduced = {
+        key: tuple(placement for placement in layout if placement.tensor in names)
+        for key, layout in shared.items()
+    }
+    source = {holder: reduced[id(layout)] for holder, layout in layouts.items()}
+    target = {
+        shard.writer: tuple(whole(tensor, parameter=tensor.name) for tensor in shard.tensors)
+        for shard in batch
+    }
+    tensors = {
+        tensor.name: torch.empty(tensor.shape, dtype=dtype)
+        for shard in batch
+        if shard.writer == rank
+        for tensor in shard.tensors
+    }
+    plan = make_plan(
+        source,
+        target,
+        itemsize_bytes=dtype.itemsize,
+        bucket_bytes=bucket_bytes,
+        ranks=[rank],
+    )
+    Resharder(
+        plan,
+        rank=rank,
+        group=group,
+        source=parameters,
+        target=tensors,
+        dtype=dtype,
+        device=device,
+    ).run()
+    return tensors
+
+
+def _device_of(parameters: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> torch.device:
+    """Where the parameters are; a rank without any takes what the group can move."""
+    for parameter in parameters.values():
+        return parameter.device
+    on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _saver(partial: Path, *, mine: Shard | None, tensors: dict[str, Tensor]) -> Callable[[], None]:
+    def save() -> None:
+        if mine is not None:
+            save_file(tensors, partial / mine.file_name, metadata={"format": "pt"})
+
+    return save
+
+
+def _write_index(partial: Path, *, shards: list[Shard], itemsize_bytes: int) -> None:
+    everything = [tensor for shard in shards for tensor in shard.tensors]
+    total = sum(prod(tensor.shape) * itemsize_bytes for tensor in everything)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {
+            tensor.name: shard.file_name for shard in shards for tensor in shard.tensors
+        },
+    }
+    (partial / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _nothing() -> None:
+    """What the other ranks do while one works."""
+
+
+def _together(action: Callable[[], None], *, group: dist.ProcessGroup) -> None:
+    """Act, then agree: where any rank failed, all raise one UserError. Also a barrier."""
+    error = ""
+    try:
+        action()
+    except Exception as failure:  # a full disk, a missing directory, no permission
+        error = str(failure) or repr(failure)
+    errors: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    if any(errors):
+        raise UserError("export: " + "; ".join(dict.fromkeys(e for e in errors if e)))

@@ -1,0 +1,76 @@
+"""Tokens per second and model FLOPs utilisation of a step."""
+
+from collections.abc import Sequence
+
+from rlhf_megatron.assembly import DTYPES, Architectures
+from rlhf_megatron.batch import RaggedBatch
+from rlhf_megatron.config import Config
+from rlhf_megatron.distributed.start import DistributedContext
+from rlhf_megatron.layout.architecture import ModelArchitecture
+from rlhf_megatron.observability.flops import (
+    ArchitectureNumbers,
+    device_peak_tflops,
+    forward_flops,
+    model_flops_utilization,
+    training_flops,
+)
+
+TRAINING_PHASES = ("log_prob", "ref_log_prob", "value", "update_critic", "update_actor")
+"""Phases whose work and time make train/mfu: the Megatron models', not the engine's."""
+
+
+class Throughput:
+    """Counts a step's model FLOPs and sets them against its time."""
+
+    def __init__(
+        self, config: Config, *, architectures: Architectures, context: DistributedContext
+    ) -> None:
+        self._actor = _numbers(architectures.actor, output_size=architectures.actor.vocab_size)
+        self._critic = _numbers(architectures.critic, output_size=1)
+        self._ref = (
+            _numbers(architectures.ref, output_size=architectures.ref.vocab_size)
+            if architectures.ref is not None
+            else None
+        )
+        self._num_devices = context.world_size
+        self._peak_tflops = config.logging.peak_tflops or device_peak_tflops(
+            context.device, dtype=DTYPES[config.actor.precision]
+        )
+
+    def work(self, batch: RaggedBatch, plan: Sequence[Sequence[list[int]]]) -> dict[str, float]:
+        """FLOPs of the step's training phases, under a key that is not written out."""
+        lengths = batch.lengths.tolist()
+        flops = forward_flops(self._actor, sequence_lengths=lengths)
+        flops += forward_flops(self._critic, sequence_lengths=lengths)
+        if self._ref is not None:
+            flops += forward_flops(self._ref, sequence_lengths=lengths)
+        for model in (self._actor, self._critic):
+            flops += len(plan) * training_flops(model, sequence_lengths=lengths)
+        return {"_flops": float(flops)}
+
+    def metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """train/throughput_tokens_per_sec: prompt and response tokens of the step over its whole
+        time; train/mfu: over the time of the training phases."""
+        seconds = metrics["time/step_seconds"]
+        training = sum(metrics.get(f"time/{phase}_seconds", 0.0) for phase in TRAINING_PHASES)
+        return {
+            "train/throughput_tokens_per_sec": metrics["_tokens"] / max(seconds, 1e-9),
+            "train/mfu": model_flops_utilization(
+                metrics["_flops"],
+                seconds=max(training, 1e-9),
+                num_devices=self._num_devices,
+                peak_tflops=self._peak_tflops,
+            ),
+        }
+
+
+def _numbers(arch: ModelArchitecture, *, output_size: int) -> ArchitectureNumbers:
+    return ArchitectureNumbers(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_key_value_heads,
+        head_dim=arch.head_dim,
+        output_size=output_size,
+    )

@@ -1,0 +1,375 @@
+"""The loop: prompts -> rollout -> rewards -> log-probs, values -> advantages -> updates -> reshard.
+
+Every rank runs it alike; what rank 0 does beside is printing and writing.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from rlhf_megatron import assembly, checks
+from rlhf_megatron.algorithms.kl import kl_controller
+from rlhf_megatron.algorithms.schedule import learning_rate
+from rlhf_megatron.batch import RaggedBatch
+from rlhf_megatron.checkpoint.hf_write import export_hf
+from rlhf_megatron.config import Config
+from rlhf_megatron.data.exchange import gather_lists
+from rlhf_megatron.data.loader import PromptLoader
+from rlhf_megatron.distributed.start import DistributedContext
+from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.evaluation import EvaluationReport, Evaluator, append_evaluation
+from rlhf_megatron.experience import Experience, ExperienceMaker
+from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.observability.console import BeforeAfterLine, Console, SampleLine
+from rlhf_megatron.observability.ledger import PhaseLedger, append_ledger, merge_ledgers
+from rlhf_megatron.observability.metrics import MetricsWriter
+from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
+from rlhf_megatron.ppo import PpoStep, score_metrics, update_kl_controller
+from rlhf_megatron.rollout.contract import SamplingParameters
+from rlhf_megatron.throughput import Throughput
+from rlhf_megatron.warmup import SupervisedWarmup
+from rlhf_megatron.weight_sync import SyncReport, WeightSync, role_layouts
+
+logger = logging.getLogger(__name__)
+
+BEFORE_AFTER_PROMPTS = 10
+
+
+@dataclass
+class Best:
+    """The best evaluation so far."""
+
+    reward_mean: float
+    step: int
+
+
+class Trainer:
+    """A PPO run. Build it on every rank of an initialised job, then call `fit`."""
+
+    def __init__(self, config: Config, *, context: DistributedContext, ledger: PhaseLedger) -> None:
+        self.config, self.context, self.ledger = config, context, ledger
+        self.is_main = context.rank == 0
+        self.job = dist.group.WORLD
+        self.folder = Path(config.run.output_dir)
+        self.console = Console(total_steps=config.run.steps, enabled=self.is_main)
+        ledger.listeners.append(self.console)
+        architectures = assembly.read_architectures(config)
+        data = assembly.load_data(config, architectures=architectures)
+        scorer = assembly.build_scorer(config, prompts=data.prompts, device=context.device)
+        self.loader = PromptLoader(
+            data.prompts,
+            prompts_per_step=config.rollout.prompts_per_step,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+        )
+        self.writer = self._open_writer()
+
+        groups = assembly.build_groups(config, context=context)
+        self.actor = assembly.build_actor(
+            config, arch=architectures.actor, groups=groups.actor, context=context
+        )
+        self._warm_up(data)
+        self.critic = assembly.build_critic(
+            config,
+            arch=architectures.critic,
+            groups=groups.critic,
+            actor=self.actor,
+            context=context,
+        )
+        self.ref: ModelEngine | None = None
+        if architectures.ref is not None:
+            self.ref = assembly.build_reference(
+                config,
+                arch=architectures.ref,
+                groups=groups.ref,
+                actor=self.actor,
+                context=context,
+            )
+
+        placement = assembly.place_engines(
+            config, actor=self.actor.model, context=context, say=self.say
+        )
+        self.engine = assembly.build_rollout_engine(config, placement=placement, context=context)
+        self.sync = WeightSync(
+            self.actor.model,
+            engine=self.engine,
+            engine_layouts=placement.layouts,
+            dtype=self.actor.model.config.params_dtype,
+            config=config.reshard,
+            rank=context.rank,
+            job_group=self.job,
+            device=context.device,
+            node_of=context.node_of,
+        )
+        stops = assembly.stop_token_ids(config, tokenizer=data.tokenizer, arch=architectures.actor)
+        self.sampling = SamplingParameters(
+            temperature=config.rollout.temperature,
+            max_response_tokens=config.rollout.max_response_tokens,
+            responses_per_prompt=config.rollout.responses_per_prompt,
+            stop_token_ids=stops,
+        )
+        self.maker = ExperienceMaker(
+            engine=self.engine,
+            engines=placement.engines,
+            tokenizer=data.tokenizer,
+            scorer=scorer,
+            on_error=config.reward.on_error,
+            rank=context.rank,
+            job_group=self.job,
+            ledger=ledger,
+        )
+        self.evaluator: Evaluator | None = None
+        if data.evaluation is not None:
+            self.evaluator = Evaluator(
+                config.evaluation,
+                prompts=data.evaluation,
+                maker=self.maker,
+                max_response_tokens=config.rollout.max_response_tokens,
+                stop_token_ids=stops,
+            )
+        self.ppo = PpoStep(
+            config.ppo,
+            actor=self.actor,
+            critic=self.critic,
+            ref=self.ref,
+            temperature=config.rollout.temperature,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.run.seed,
+        )
+        self.kl = kl_controller(config.ppo.kl)
+        self.throughput = Throughput(config, architectures=architectures, context=context)
+        self.best: Best | None = None
+
+    def fit(self) -> None:
+        """Train `run.steps` steps, evaluate on the way, export at the end."""
+        steps = self.config.run.steps
+        self.ledger.start_step(0)
+        self._reshard(version=0)
+        first = self._evaluate(0)
+        last = first
+        for step in range(1, steps + 1):
+            metrics = self.train_step(step)
+            if step == steps or step % self.config.evaluation.interval_steps == 0:
+                last = self._evaluate(step) or last
+                metrics |= last.metrics if last is not None else {}
+            self._finish_step(step, metrics)
+        self._finish(first, last=last)
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One PPO step; the metrics of all but its times and memory."""
+        config, phase = self.config, self.ledger.phase
+        self.ledger.start_step(step)
+        experience = self.maker.run(self.loader.next_step(), sampling=self.sampling, step=step)
+        if self.engine is not None:
+            self.engine.sleep()
+        batch = experience.batch
+        plan = self.ppo.plan(batch, step=step)
+        with phase("log_prob"):
+            batch.response["old_logprobs"] = self.ppo.log_probs(
+                self.actor, batch=batch, plan=plan[0]
+            )
+        if self.ref is not None:
+            with phase("ref_log_prob"):
+                batch.response["ref_logprobs"] = self.ppo.log_probs(
+                    self.ref, batch=batch, plan=plan[0]
+                )
+        with phase("value"):
+            values = self.ppo.values(batch, plan=plan[0])
+            batch.response["values"] = values["values"]
+        metrics = score_metrics(batch) | {"reward/dropped": float(len(experience.dropped))}
+        metrics |= self._check_agreement(batch, step=step)
+        with phase("advantage"):
+            metrics["kl/coef"] = self.kl.coefficient
+            metrics |= self.ppo.advantages(
+                batch, last_values=values["last"], kl_coefficient=self.kl.coefficient
+            )
+        metrics["lr/critic"] = self._rate(config.critic.optimizer, step=step)
+        with phase("update_critic"):
+            critic = self.ppo.update_critic(batch, plan=plan, learning_rate=metrics["lr/critic"])
+        metrics |= critic.metrics() | {"grad_norm/critic": critic.grad_norm}
+        if step > config.ppo.critic_warmup_steps:
+            metrics |= self._update_actor(batch, plan=plan, step=step)
+        update_kl_controller(self.kl, metrics=metrics, num_samples=len(batch))
+        metrics |= self._reshard(version=step).metrics()
+        self._show_responses(experience, step=step)
+        return metrics | {"_tokens": float(batch.num_tokens)} | self.throughput.work(batch, plan)
+
+    def _update_actor(self, batch: RaggedBatch, *, plan: list, step: int) -> dict[str, float]:
+        rate = self._rate(self.config.actor.optimizer, step=step)
+        with self.ledger.phase("update_actor"):
+            report = self.ppo.update_actor(
+                batch, plan=plan, learning_rate=rate, kl_coefficient=self.kl.coefficient
+            )
+        if step == self.config.ppo.critic_warmup_steps + 1:
+            checks.check_first_update(report.steps[0], precision=self.config.actor.precision)
+        return report.metrics() | {
+            "grad_norm/actor": report.grad_norm,
+            "lr/actor": rate,
+            "ppo/stopped_early": float(report.stopped_early),
+            "ppo/optimizer_steps": float(len(report.steps)),
+        }
+
+    def _check_agreement(self, batch: RaggedBatch, *, step: int) -> dict[str, float]:
+        precision = self.config.actor.precision
+        if step == 1 and self.ref is not None and not self.config.ref.model:
+            checks.check_reference(batch, precision=precision)
+        return checks.check_parity(batch, config=self.config.parity, precision=precision)
+
+    def _reshard(self, *, version: int) -> SyncReport:
+        if self.engine is not None:
+            self.engine.wake(tags=["weights"])
+        with self.ledger.phase("reshard"):
+            report = self.sync.run(version=version)
+        if self.engine is not None:
+            self.engine.wake(tags=["kv_cache"])
+        return report
+
+    def _rate(self, optimizer: OptimizerConfig, *, step: int) -> float:
+        return learning_rate(
+            step - 1,
+            peak=optimizer.learning_rate,
+            minimum=optimizer.minimum_learning_rate,
+            schedule=optimizer.schedule,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=self.config.run.steps,
+        )
+
+    def _warm_up(self, data: assembly.Data) -> None:
+        config = self.config.warmup
+        if config.steps == 0:
+            return
+        warmup = SupervisedWarmup(
+            self.actor,
+            demonstrations=data.demonstrations,
+            config=config,
+            micro_batch_tokens=self.config.ppo.micro_batch_tokens,
+            seed=self.config.run.seed,
+        )
+        self.ledger.start_step(0)
+        self.say(f"supervised warm-up: {config.steps} steps on {len(data.demonstrations)} examples")
+        with self.ledger.phase("warmup"):
+            for step in range(1, config.steps + 1):
+                loss = warmup.step()
+                if step == 1 or step % max(config.steps // 5, 1) == 0:
+                    self.say(f"  warm-up step {step}: loss {loss:.4f}")
+        self.actor.reset_optimizer()
+
+    def _evaluate(self, step: int) -> EvaluationReport | None:
+        """Evaluate the engines' present weights; keep the actor if it is the best so far."""
+        if self.evaluator is None:
+            return None
+        report = self.evaluator.run(step=step)
+        if self.is_main:
+            append_evaluation(self.folder, report=report)
+        self.say(f"evaluation after step {step}: mean reward {report.reward_mean:.4f}")
+        if self.best is None or report.reward_mean > self.best.reward_mean:
+            self.best = Best(reward_mean=report.reward_mean, step=step)
+            if step > 0 and self.config.evaluation.keep_best:
+                self._export(self.folder / "checkpoints" / "best", overwrite=True)
+        return report
+
+    def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Gather the ledgers of all ranks; write and show the step."""
+        ledger = merge_ledgers(gather_lists([self.ledger.finish_step()], group=self.job))
+        metrics |= ledger.metrics()
+        metrics |= self.throughput.metrics(metrics)
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("_")}
+        if self.is_main:
+            append_ledger(self.folder, ledger=ledger)
+            if self.writer is not None:
+                self.writer.write(step, metrics=metrics)
+            self.console.step_table(step, metrics=metrics)
+        checks.check_finite(
+            metrics,
+            names=("ppo/policy_loss", "critic/value_loss", "grad_norm/actor", "grad_norm/critic"),
+        )
+
+    def _show_responses(self, experience: Experience, *, step: int) -> None:
+        options = self.config.logging
+        if not self.is_main:
+            return
+        if options.rollouts_interval_steps and step % options.rollouts_interval_steps == 0:
+            write_rollouts(self.folder, step=step, rows=experience.rows)
+        self.console.samples(
+            [
+                SampleLine(prompt=row.prompt, response=row.response, reward=row.reward)
+                for row in experience.rows
+                if row.reward is not None
+            ][: options.sample_responses]
+        )
+
+    def _finish(self, first: EvaluationReport | None, *, last: EvaluationReport | None) -> None:
+        if self.is_main and first is not None and last is not None:
+            self.console.message("\nheld-out prompts before and after:")
+            self.console.before_after(_before_after(first.rows, after=last.rows))
+        if self.config.export.final:
+            self._export(self.folder / "hf", overwrite=True)
+        self.say(_where_to_look(self.folder, exported=self.config.export.final, best=self.best))
+        if self.writer is not None:
+            self.writer.close()
+        self.console.close()
+
+    def _export(self, target: Path, *, overwrite: bool) -> None:
+        model = self.actor.model
+        export_hf(
+            target,
+            arch=model.arch,
+            head="lm",
+            layouts=role_layouts(model),
+            parameters=model.parameters(),
+            rank=self.context.rank,
+            group=self.job,
+            template_dir=self.config.actor.model,
+            dtype=model.config.params_dtype,
+            overwrite=overwrite,
+        )
+
+    def _open_writer(self) -> MetricsWriter | None:
+        if not self.is_main:
+            return None
+        resolved = OmegaConf.to_container(OmegaConf.structured(self.config))
+        assert isinstance(resolved, dict)
+        return MetricsWriter(
+            self.folder,
+            config=self.config.logging,
+            run_name=self.config.logging.wandb.name or self.config.run.name,
+            resolved_config={str(key): value for key, value in resolved.items()},
+        )
+
+    def say(self, text: str) -> None:
+        """Print on rank 0 and keep in the logs."""
+        logger.info(text)
+        self.console.message(text)
+
+
+def _before_after(before: list[RolloutRow], *, after: list[RolloutRow]) -> list[BeforeAfterLine]:
+    """The first response to each of the first prompts, then and now."""
+    then = {row.prompt_id: row for row in before if row.sample_index == 0}
+    return [
+        BeforeAfterLine(
+            prompt=row.prompt,
+            before=then[row.prompt_id].response,
+            before_reward=then[row.prompt_id].reward or 0.0,
+            after=row.response,
+            after_reward=row.reward or 0.0,
+        )
+        for row in after
+        if row.sample_index == 0 and row.prompt_id in then
+    ][:BEFORE_AFTER_PROMPTS]
+
+
+def _where_to_look(folder: Path, *, exported: bool, best: Best | None) -> str:
+    lines = ["", f"run folder: {folder}"]
+    lines.append("  metrics.jsonl     one line per step")
+    lines.append("  rollouts/         every sampled response with its reward")
+    if best is not None and best.step > 0:
+        lines.append(
+            f"  checkpoints/best  the actor after step {best.step}, held-out reward "
+            f"{best.reward_mean:.4f}"
+        )
+    if exported:
+        lines.append("  hf/               the trained model, for transformers and vLLM")
+    return "\n".join(lines)

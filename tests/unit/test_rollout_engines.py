@@ -1,0 +1,211 @@
+"""What the engines share, and the choice of one: no engine is built here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_megatron.errors import ConfigError, UserError
+from rlhf_megatron.layout.architecture import ModelArchitecture
+from rlhf_megatron.layout.boxes import Box, Placement
+from rlhf_megatron.rollout import vllm_fit
+from rlhf_megatron.rollout.config import RolloutConfig
+from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
+from rlhf_megatron.rollout.factory import parse_engines, resolve_engine
+from rlhf_megatron.rollout.parameters import check_parameters
+from rlhf_megatron.rollout.responses import Response, SeedPlan, list_requests, to_batch
+from rlhf_megatron.rollout.seeds import engine_seed, request_seed
+from rlhf_megatron.rollout.vllm import CPU_KV_CACHE_BYTES_MAX, cpu_kv_cache_bytes, llm_arguments
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParameters(
+    temperature=1.0, max_response_tokens=4, responses_per_prompt=2, stop_token_ids=(1,)
+)
+ARCHITECTURE = ModelArchitecture(
+    family="llama",
+    num_layers=3,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=61,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "size", "engines"),
+    [
+        ("0,2;1,3", range(4), 2, [(0, 2), (1, 3)]),
+        (" 0 ; 3 ", range(4), 1, [(0,), (3,)]),
+        ("4,5,6", (4, 5, 6, 9), 3, [(4, 5, 6)]),
+    ],
+)
+def test_engines_are_parsed(
+    text: str, ranks: range, size: int, engines: list[tuple[int, ...]]
+) -> None:
+    assert parse_engines(text, ranks=ranks, tensor_parallel_size=size) == engines
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("1,0;2,3", ["ascending"]),
+        ("0,0;2,3", ["ascending"]),
+        ("0,1;1,2", ["another engine"]),
+        ("0,1;2", ["has 1 ranks"]),
+        ("0,1;2,7", ["[7] is not among"]),
+        ("1,0;0,9,4", ["ascending", "ascending", "has 3 ranks", "[9]", "another engine"]),
+    ],
+)
+def test_wrong_engines_are_refused_with_all_problems(text: str, rules: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_engines(text, ranks=range(5), tensor_parallel_size=2)
+    assert len(caught.value.problems) == len(rules)
+    for rule in set(rules):
+        assert rule in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "0,1;", "0-1;2-3"])
+def test_unreadable_engines_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="rollout.engines"):
+        parse_engines(text, ranks=range(4), tensor_parallel_size=2)
+
+
+def test_auto_falls_back_and_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*, device: torch.device) -> None:
+        raise ImportError("No module named 'vllm'")
+
+    monkeypatch.setattr(vllm_fit, "import_vllm", missing)
+    resolved = resolve_engine("auto", device=CPU)
+    assert resolved.name == "hf" and "No module named 'vllm'" in resolved.reason
+    with pytest.raises(UserError, match="rollout.engine"):
+        resolve_engine("vllm", device=CPU)
+    assert resolve_engine("hf", device=CPU).name == "hf"
+
+
+def test_requests_are_in_order_with_the_seeds_of_the_plan() -> None:
+    prompts = [Prompt(prompt_id=i, token_ids=(3, 4)) for i in (8, 2)]
+    by_request = SeedPlan(per="request", run_seed=1, replica=2, step=3)
+    requests = list_requests(prompts, sampling=SAMPLING, seeds=by_request, max_model_len=6)
+    order = [(r.prompt.prompt_id, r.sample_index) for r in requests]
+    assert order == [(8, 0), (8, 1), (2, 0), (2, 1)]
+    assert [r.seed for r in requests] == [
+        request_seed(1, step=3, prompt_id=p, sample_index=s) for p, s in order
+    ]
+    by_engine = SeedPlan(per="engine", run_seed=1, replica=2, step=3)
+    requests = list_requests(prompts, sampling=SAMPLING, seeds=by_engine, max_model_len=6)
+    assert {r.seed for r in requests} == {engine_seed(1, replica=2, step=3)}
+
+
+def test_prompts_without_room_are_refused_all_at_once() -> None:
+    prompts = [Prompt(prompt_id=i, token_ids=(3,) * n) for i, n in enumerate((2, 3, 0, 9))]
+    seeds = SeedPlan(per="request", run_seed=1, replica=0, step=0)
+    with pytest.raises(UserError) as caught:
+        list_requests(prompts, sampling=SAMPLING, seeds=seeds, max_model_len=6)
+    for part in ("prompt 1: 3", "prompt 2: 0", "prompt 3: 9", "1 to 2 tokens"):
+        assert part in str(caught.value)
+    assert "prompt 0" not in str(caught.value)
+
+
+def test_responses_become_a_batch() -> None:
+    prompts = [Prompt(prompt_id=4, token_ids=(3, 5, 6))]
+    seeds = SeedPlan(per="request", run_seed=1, replica=0, step=0)
+    requests = list_requests(prompts, sampling=SAMPLING, seeds=seeds, max_model_len=9)
+    responses = [
+        Response(token_ids=[9, 1], logprobs=[-0.5, -1.5], truncated=False),
+        Response(token_ids=[8, 8, 8, 8], logprobs=[-1.0] * 4, truncated=True),
+    ]
+    batch = to_batch(requests, responses=responses, weight_version=11)
+    assert batch.tokens.tolist() == [3, 5, 6, 9, 1, 3, 5, 6, 8, 8, 8, 8]
+    assert batch.response["rollout_logprobs"].tolist() == [-0.5, -1.5, -1, -1, -1, -1]
+    assert batch.sample["truncated"].tolist() == [False, True]
+    assert batch.sample["weight_versions"].tolist() == [11, 11]
+
+
+def placement(name: str, *, rows: int, columns: int, offset: int = 0) -> Placement:
+    return Placement(name, Box((0, 0), (rows, columns)), name, (offset, 0))
+
+
+def test_parameters_that_the_layout_covers_pass() -> None:
+    parameters = {"a": torch.zeros(4, 2), "lm_head.weight": torch.zeros(8, 2)}
+    layout = (
+        placement("a", rows=3, columns=2),
+        placement("a", rows=1, columns=2, offset=3),
+        placement("lm_head.weight", rows=5, columns=2),
+    )
+    check_parameters(parameters, layout=layout, padded={"lm_head.weight"}, engine="vllm")
+    with pytest.raises(UserError, match=r"lm_head\.weight .*10 of its 16"):
+        check_parameters(parameters, layout=layout, engine="vllm")
+
+
+def test_parameters_laid_out_anew_are_refused() -> None:
+    layout = tuple(placement(name, rows=4, columns=2) for name in ("a", "b", "c"))
+    packed = {"a": torch.zeros(0), "b": torch.zeros(4, 3), "b_scale": torch.zeros(1)}
+    with pytest.raises(UserError) as caught:
+        check_parameters(packed, layout=layout, engine="vllm")
+    for part in ("a has shape (0,)", "b (4, 3): 8 of its 12", "b_scale (1,)", "c is missing"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("tensor_parallel_size", "kv_heads"), [(1, 2), (2, 1), (4, 1)])
+def test_cpu_cache_holds_all_sequences(tensor_parallel_size: int, kv_heads: int) -> None:
+    found = cpu_kv_cache_bytes(
+        ARCHITECTURE,
+        tensor_parallel_size=tensor_parallel_size,
+        bytes_per_element=4,
+        max_model_len=70,
+        max_num_seqs=5,
+        block_tokens=32,
+    )
+    token_bytes = sum(2 * kv_heads * 16 * 4 for _ in range(3))
+    assert found == token_bytes * 32 * (5 * 3 + 1)
+
+
+def test_cpu_cache_is_bounded_but_holds_one_sequence() -> None:
+    sizes = [
+        cpu_kv_cache_bytes(
+            ARCHITECTURE,
+            tensor_parallel_size=1,
+            bytes_per_element=4,
+            max_model_len=length,
+            max_num_seqs=10**6,
+            block_tokens=32,
+        )
+        for length in (64, 10**7)
+    ]
+    assert 0.99 * CPU_KV_CACHE_BYTES_MAX < sizes[0] < 1.01 * CPU_KV_CACHE_BYTES_MAX
+    assert sizes[1] >= 10**7 * 3 * 2 * 2 * 16 * 4
+
+
+def arguments(device: torch.device, config: RolloutConfig) -> dict[str, object]:
+    return llm_arguments(
+        Path("model"),
+        config=config,
+        architecture=ARCHITECTURE,
+        tensor_parallel_size=2,
+        dtype="bfloat16",
+        seed=3,
+        max_model_len=64,
+        device=device,
+    )
+
+
+def test_engine_arguments_pass_through_but_for_the_fixed_ones() -> None:
+    config = RolloutConfig(engine_args={"enable_prefix_caching": False, "swap": 1})
+    found = arguments(CPU, config)
+    assert found["enable_prefix_caching"] is False and found["swap"] == 1
+    assert found["enforce_eager"] and not found["enable_sleep_mode"]
+    config.engine_args = {"logprobs_mode": "raw_logprobs", "dtype": "float16"}
+    with pytest.raises(UserError, match="dtype, logprobs_mode"):
+        arguments(CPU, config)
+
+
+def test_arguments_on_a_gpu() -> None:
+    gpu = torch.device("cuda", 0)
+    found = arguments(gpu, RolloutConfig(gpu_memory_utilization=0.4))
+    assert found["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in found
+    assert found["enable_sleep_mode"] and not found["enforce_eager"]
+    found = arguments(gpu, RolloutConfig(kv_cache_memory_gb=1.5, sleep_level=0))
+    assert found["kv_cache_memory_bytes"] == 1_500_000_000 and not found["enable_sleep_mode"]
