@@ -25,7 +25,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]),
+    packages=[*find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]), "rlhf_megatron_tools"],
+    package_dir={"rlhf_megatron_tools": "tools"},
     # Neither torch nor an engine: which build of them is right depends on the machine.
     install_requires=[
         "numpy",

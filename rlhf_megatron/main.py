@@ -1,6 +1,7 @@
 """The training program: parse, check, start, train; with one message for whatever goes wrong."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(config: Config) -> int:
     """Join the job and train. Does not return where any rank fails: failure.py ends them all."""
+    _keep_warnings_off_the_screen()
     from rlhf_megatron.distributed.failure import FailureChannel
     from rlhf_megatron.distributed.start import finish, seed_everything, start
     from rlhf_megatron.observability.ledger import PhaseLedger
@@ -112,3 +114,17 @@ def train(config: Config) -> int:
     channel.close()
     finish(EXIT_DONE)
     return EXIT_DONE
+
+
+def _keep_warnings_off_the_screen() -> None:
+    """Megatron-Core and torch warn dozens of times a rank about what is meant (no Apex, renamed
+    collectives): that goes to the rank's log file (observability/logs.py), not over the table."""
+    logging.captureWarnings(True)
+    warnings_logger = logging.getLogger("py.warnings")
+    warnings_logger.addHandler(logging.NullHandler())
+    warnings_logger.propagate = False
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,7 +64,8 @@ def _read_jsonl(path: Path, *, key: str) -> list[Row]:
             problems.append(f"line {line_number}: bad JSON: {error.msg} at column {error.colno}")
             continue
         if not isinstance(values, dict):
-            problems.append(f"line {line_number}: of type {type(values).__name__}, must be an object")
+            kind = type(values).__name__
+            problems.append(f"line {line_number}: of type {kind}, must be an object")
             continue
         rows.append(Row(number=len(rows), place=f"line {line_number}", values=values))
     refuse_rows(path, key=key, problems=problems)

@@ -17,10 +17,12 @@ def setup_logging(output_dir: str | Path, *, rank: int) -> logging.Logger:
     run in the same process), it replaces its own handlers and leaves others alone.
     """
     logger = logging.getLogger(LOGGER_NAME)
-    for handler in list(logger.handlers):
-        if handler.get_name() == _HANDLER_NAME:
-            logger.removeHandler(handler)
-            handler.close()
+    python_warnings = logging.getLogger("py.warnings")  # filled by logging.captureWarnings
+    for owner in (logger, python_warnings):
+        for handler in list(owner.handlers):
+            if handler.get_name() == _HANDLER_NAME:
+                owner.removeHandler(handler)
+                handler.close()
     folder = Path(output_dir) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [
@@ -37,6 +39,7 @@ def setup_logging(output_dir: str | Path, *, rank: int) -> logging.Logger:
     for handler in handlers:
         handler.set_name(_HANDLER_NAME)
         logger.addHandler(handler)
+    python_warnings.addHandler(handlers[0])
     debug = os.environ.get("RLHF_MEGATRON_DEBUG", "0") not in ("", "0")
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
     # vLLM and Megatron-Core put handlers on the root logger, which would print everything again.

@@ -98,17 +98,25 @@ def score_batch(
 
 
 def _failure_reason(outcome: Any) -> str | None:
-    """Why `outcome` is no usable score; None where it is one."""
+    """Why `outcome` is no usable score, on one line; None where it is one."""
     if isinstance(outcome, Exception):
-        return f"raised {type(outcome).__name__}: {outcome}{_origin(outcome)}"
+        return f"raised {type(outcome).__name__}: {_one_line(str(outcome))}{_origin(outcome)}"
     if not _is_number(outcome):
-        return f"returned {outcome!r:.80} ({type(outcome).__name__}), must be a number"
-    value = float(outcome)
+        shown = _one_line(repr(outcome))[:80]
+        return f"returned {shown} ({type(outcome).__name__}), must be a number"
+    try:
+        value = float(outcome)
+    except OverflowError:  # an integer beyond float64
+        value = math.inf
     if math.isnan(value):
         return "returned nan"
     if abs(value) > FLOAT32_MAX:
         return f"returned {value}, beyond float32"
     return None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _is_number(value: Any) -> bool:

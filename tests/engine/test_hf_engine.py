@@ -166,7 +166,7 @@ def test_unwritten_weights_are_not_sampled_from(tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="rollout.tensor_parallel_size"):
+    with pytest.raises(UserError, match=r"rollout\.tensor_parallel_size"):
         build_engine(
             "hf",
             model_dir=tmp_path,

@@ -1,7 +1,7 @@
 """Rewards: functions, models, and what becomes of a sample without a score."""
 
-import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def test_wrong_arguments_are_told_before_the_run() -> None:
 
     check_arguments(strict, spec="f.py:strict", fields=["answer"])
     check_arguments(open_ended, spec="f.py:open_ended", fields=["answer", "level"])
-    with pytest.raises(UserError, match="missing a required .*argument: 'answer'"):
+    with pytest.raises(UserError, match=r"missing a required .*argument: 'answer'"):
         check_arguments(strict, spec="f.py:strict", fields=[])
     with pytest.raises(UserError, match="unexpected keyword argument 'level'; end its arguments"):
         check_arguments(strict, spec="f.py:strict", fields=["answer", "level"])
@@ -113,7 +113,7 @@ def test_numbers_of_all_kinds(value: Any) -> None:
         (torch.tensor(math.nan), "returned nan"),
         (-math.inf, "returned -inf, beyond float32"),
         (1e39, "returned 1e+39, beyond float32"),
-        (10**400, "beyond float32"),
+        pytest.param(10**400, "returned inf, beyond float32", id="huge"),
         ("1", "returned '1' (str), must be a number"),
         (None, "returned None (NoneType), must be a number"),
         (torch.tensor([1.0]), "returned tensor([1.]) (Tensor), must be a number"),
@@ -129,7 +129,7 @@ def test_what_is_no_score(value: Any, phrase: str) -> None:
 
 def raises_on_b(*, prompt: str, response: str) -> float:
     if response.startswith("b"):
-        raise KeyError("no such letter")
+        raise RuntimeError("no such letter:\n  b")
     return math.nan if response == "c" else 1.0
 
 
@@ -139,14 +139,14 @@ def test_stop_names_the_sample() -> None:
         score_batch(samples, scorer=FunctionScorer(raises_on_b), on_error="stop")
     message = str(caught.value)
     assert "2 responses have no score" in message
-    assert "prompt 11, sample 1: raised KeyError: 'no such letter'" in message
+    assert "prompt 11, sample 1: raised RuntimeError: no such letter: b (" in message
     assert "test_rewards.py:" in message
     assert repr("b" * 200) in message and "b" * 201 not in message
     assert "reward.on_error=drop" in message and "\n" not in message
 
 
 def test_stop_on_nan() -> None:
-    with pytest.raises(UserError, match="1 response has no score; prompt 10, .* returned nan"):
+    with pytest.raises(UserError, match=r"1 response has no score; prompt 10, .* returned nan"):
         score_batch(inputs("c"), scorer=FunctionScorer(raises_on_b))
 
 
@@ -235,12 +235,11 @@ def test_batched_equals_one_by_one(
 
 
 def test_chat_template_of_the_reward_model(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"
-    with_template = scorer_of(
-        make_reward_model(
-            tmp_path / "chat", pad_token_id=0, template=template.replace("[0]", "[-1]")
-        )
+    template = (
+        "{% for m in messages %}{{ 'a' if m.role == 'user' else 'h' }}: {{ m.content }} "
+        "{% endfor %}"
     )
+    chat = scorer_of(make_reward_model(tmp_path / "chat", pad_token_id=0, template=template))
     plain = scorer_of(make_reward_model(tmp_path / "plain", pad_token_id=0))
 
     def score(scorer: ModelScorer, prompt: str, response: str, messages: Any = None) -> float:
@@ -249,11 +248,9 @@ def test_chat_template_of_the_reward_model(tmp_path: Path) -> None:
         )
         return float(score_batch([sample], scorer=scorer).rewards)
 
-    # The last letters of user and assistant are r and t, which the vocabulary lacks: they become
-    # its unknown token, as in the same text without a template.
-    assert score(with_template, "ab", "c") == pytest.approx(score(plain, "r:ab ", "t:c "))
+    assert score(chat, "ab", "c") == pytest.approx(score(plain, "a: ab ", "h: c "))
     turns = tuple({"role": "user", "content": c} for c in "ab")
-    assert score(with_template, "b", "c", turns) == pytest.approx(score(plain, "r:a r:b ", "t:c "))
+    assert score(chat, "b", "c", turns) == pytest.approx(score(plain, "a: a a: b ", "h: c "))
 
 
 def test_too_long_for_the_reward_model_is_that_samples_failure(tmp_path: Path) -> None:
@@ -330,9 +327,8 @@ def test_arithmetic_reward_reads_subtractions_and_thousands() -> None:
     assert reward(prompt="", response="1,234", answer="1234") == 1.0
 
 
-def test_importlib_is_left_clean(tmp_path: Path) -> None:
-    """A file that fails to import leaves no half-made module behind."""
+def test_a_file_that_fails_leaves_no_module_behind(tmp_path: Path) -> None:
     path = write_file(tmp_path, "raise RuntimeError('no')\n")
     with pytest.raises(UserError, match="importing it raised RuntimeError: no"):
         load_reward_function(f"{path}:score")
-    assert importlib.util.find_spec("reward_file_rewards") is None
+    assert "reward_file_rewards" not in sys.modules

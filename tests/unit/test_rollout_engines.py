@@ -69,7 +69,7 @@ def test_wrong_engines_are_refused_with_all_problems(text: str, rules: list[str]
 
 @pytest.mark.parametrize("text", ["", "a,b", "0,1;", "0-1;2-3"])
 def test_unreadable_engines_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="rollout.engines"):
+    with pytest.raises(ConfigError, match=r"rollout\.engines"):
         parse_engines(text, ranks=range(4), tensor_parallel_size=2)
 
 
@@ -80,7 +80,7 @@ def test_auto_falls_back_and_names_the_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(vllm_fit, "import_vllm", missing)
     resolved = resolve_engine("auto", device=CPU)
     assert resolved.name == "hf" and "No module named 'vllm'" in resolved.reason
-    with pytest.raises(UserError, match="rollout.engine"):
+    with pytest.raises(UserError, match=r"rollout\.engine"):
         resolve_engine("vllm", device=CPU)
     assert resolve_engine("hf", device=CPU).name == "hf"
 

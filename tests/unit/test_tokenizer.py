@@ -130,7 +130,7 @@ def test_chat_template(tmp_path: Path) -> None:
     ids = tokenizer.apply_chat_template(messages)
     shown = tokenizer.decode(ids, skip_special_tokens=False)
     assert shown == "<bos>user 2+3?<eos><bos>assistant "
-    with pytest.raises(UserError, match="rejects the messages: .*no such role"):
+    with pytest.raises(UserError, match=r"rejects the messages: .*no such role"):
         tokenizer.apply_chat_template([{"role": "bad", "content": "x"}])
 
 
