@@ -23,8 +23,7 @@ export OMP_NUM_THREADS ?= 1
 
 quickstart: $(VENV)/.cpu-installed
 	$(BIN)/python tools/make_quickstart.py --output data/quickstart --seed $(SEED)
-	$(BIN)/torchrun --standalone --nproc-per-node 4 launch/train.py \
-		--config configs/quickstart_cpu.yaml \
+	$(BIN)/rlhf-megatron train --nproc-per-node 4 --config configs/quickstart_cpu.yaml \
 		run.seed=$(SEED) $(if $(STEPS),run.steps=$(STEPS)) $(ARGS)
 
 test: $(VENV)/.dev-installed

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.hf_read import load_hf_checkpoint
 from rlhf_megatron.config import Config
@@ -21,6 +20,7 @@ from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.hf import hf_layout
+from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD, RoleModel, build_model
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, OptimizerConfig, ReferenceConfig
@@ -162,7 +162,7 @@ class Groups:
 
 def build_groups(config: Config, *, context: DistributedContext) -> Groups:
     """One process group collection per role; roles of one layout share groups."""
-    factory = GroupFactory(timeout_seconds=context.timeout_seconds)
+    factory = GroupFactory(timeout_seconds=context.timeout_seconds, backend=context.backend)
     found: dict[str, RoleGroups] = {}
     for role, parallel in (
         ("actor", config.actor.parallel),
@@ -187,7 +187,7 @@ def _build_engine_of_role(
     arch: ModelArchitecture,
     *,
     role: RoleConfig,
-    head: str,
+    head: Head,
     groups: RoleGroups,
     optimizer: OptimizerConfig | None,
     seed: int,
@@ -204,7 +204,7 @@ def _build_engine_of_role(
         seed=seed,
     )
     return ModelEngine(
-        model, device=context.device, job_group=dist.group.WORLD, optimizer_config=optimizer
+        model, device=context.device, job_group=context.job_group, optimizer_config=optimizer
     )
 
 
@@ -300,7 +300,7 @@ def _start_weights(
         actor.model,
         target=engine.model,
         rank=context.rank,
-        group=dist.group.WORLD,
+        group=context.job_group,
         device=context.device,
     )
     engine.weights_changed()

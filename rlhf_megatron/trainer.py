@@ -7,7 +7,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from rlhf_megatron import assembly, checks
@@ -52,7 +51,7 @@ class Trainer:
     def __init__(self, config: Config, *, context: DistributedContext, ledger: PhaseLedger) -> None:
         self.config, self.context, self.ledger = config, context, ledger
         self.is_main = context.rank == 0
-        self.job = dist.group.WORLD
+        self.job = context.job_group
         self.folder = Path(config.run.output_dir)
         self.console = Console(total_steps=config.run.steps, enabled=self.is_main)
         ledger.listeners.append(self.console)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rlhf_megatron.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError
 
@@ -36,7 +36,7 @@ class FailureChannel:
         self.rank = rank
         self.current_phase = current_phase
         # A connection of its own: the default store's is busy while the main thread rendezvouses.
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,

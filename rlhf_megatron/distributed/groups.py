@@ -29,8 +29,9 @@ class GroupFactory:
     of groups a rank in place of thousands. All ranks must ask for their groups in the same order.
     """
 
-    def __init__(self, *, timeout_seconds: float) -> None:
+    def __init__(self, *, timeout_seconds: float, backend: str = "gloo") -> None:
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._backend = backend
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -38,7 +39,10 @@ class GroupFactory:
         assert dist.get_rank() in ranks, ranks
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=True
+                list(ranks),
+                timeout=self._timeout,
+                backend=self._backend,
+                use_local_synchronization=True,
             )
         return self._groups[ranks]
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.errors import ConfigError, UserError
@@ -25,6 +26,8 @@ class DistributedContext:
     device: torch.device
     backend: str
     timeout_seconds: float
+    job_group: dist.ProcessGroup
+    """All ranks of the job."""
 
     @property
     def is_cuda(self) -> bool:
@@ -94,7 +97,7 @@ def start(config: DistributedConfig) -> DistributedContext:
     # No device_id: a bound device makes new_group split the parent communicator, which needs every
     # rank of the job, while role groups are made by their members alone (groups.py).
     if single:
-        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+        store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
@@ -107,6 +110,7 @@ def start(config: DistributedConfig) -> DistributedContext:
         device=device,
         backend=backend,
         timeout_seconds=config.timeout_seconds,
+        job_group=dist.group.WORLD,  # type: ignore[arg-type]
     )
 
 

@@ -14,6 +14,7 @@ from rlhf_megatron.distributed.groups import RoleGroups
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.megatron import megatron_rank_layout, padded_vocab_size
+from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.models.compat import transformer_engine_imports
 from rlhf_megatron.models.heads import ValueHead, replace_output_layer
 from rlhf_megatron.models.layers import PackedRotaryEmbedding, block_spec
@@ -21,8 +22,8 @@ from rlhf_megatron.models.vocab_parallel import VocabShard
 
 logger = logging.getLogger(__name__)
 
-LM_HEAD = "lm"
-VALUE_HEAD = "value"
+LM_HEAD: Head = "lm"
+VALUE_HEAD: Head = "value"
 
 
 @dataclass
@@ -30,7 +31,7 @@ class RoleModel:
     """One rank's part of a role's model, and how to find its way in it."""
 
     arch: ModelArchitecture
-    head: str
+    head: Head
     groups: RoleGroups
     config: TransformerConfig
     gpt: GPTModel
@@ -157,7 +158,7 @@ def transformer_config(
 def build_model(
     arch: ModelArchitecture,
     *,
-    head: str,
+    head: Head,
     groups: RoleGroups,
     precision: str,
     layer_spec_name: str,

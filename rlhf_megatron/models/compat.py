@@ -46,7 +46,10 @@ def varlen_attention(
         else:
             repeats = query.size(1) // key.size(1)
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    out: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only where asked for
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options
+    )
+    return out
 
 
 def transformer_engine_imports() -> bool:

@@ -89,8 +89,10 @@ class PackedAttention(nn.Module):
     def _by_equal_length(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
         outs = []
         for rows in packed.equal_length_rows:  # [n, length]
-            out = F.scaled_dot_product_attention(
-                *(x[rows].transpose(1, 2) for x in (q, k, v)),  # [n, heads, length, D]
+            out = F.scaled_dot_product_attention(  # [n, heads, length, D]
+                q[rows].transpose(1, 2),
+                k[rows].transpose(1, 2),
+                v[rows].transpose(1, 2),
                 is_causal=True,
                 scale=self.scale,
                 enable_gqa=q.size(1) != k.size(1),

@@ -1,6 +1,7 @@
 """The one file that fits vLLM into a training process: its patches and all private names in use.
 
-Everything here is undone when its context ends, but for what is said at `torch_kept_whole`. Lines
+Every patch is undone when its context ends. What stays: the environment variables of
+`prepare_environment`, and on a CPU what `torch_kept_whole` names. File and function names
 are those of vLLM 0.32.0 (the CPU build) and 0.25.1 (the GPU build), and of torch 2.13 and 2.11.
 """
 
@@ -206,7 +207,8 @@ def torch_kept_whole() -> Iterator[None]:
     LD_PRELOAD and LOCAL_WORLD_SIZE (platforms/cpu.py, check_and_update_config), which child
     processes would inherit. torch.accelerator.synchronize and empty_cache stay empty functions
     (cpu_model_runner.py, _set_torch_accelerator_to_noop): generate() calls them, and there is no
-    accelerator that would miss them.
+    accelerator that would miss them. The binding of memory to this process's NUMA node stays, too
+    (cpu_worker.py, init_cpu_memory_env).
     """
     threads = torch.get_num_threads()
     with (

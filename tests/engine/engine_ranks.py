@@ -1,6 +1,7 @@
 """Run a function on fresh ranks: vLLM changes a process so much that the tests' own stays out."""
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(
-    target: Callable[..., Any], *, world_size: int, scratch: Path, timeout_seconds: float = 180
+    target: Callable[..., Any], *, world_size: int, scratch: Path, timeout_seconds: float = 400
 ) -> list[Any]:
     """[target(rank, scratch) of each rank]; fails with the traceback of the first that raises."""
     context = mp.get_context("spawn")
@@ -23,11 +24,15 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            break  # the others would wait for it
+        time.sleep(0.1)
     hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         process.kill()
+        process.join()
     errors = [path.read_text() for path in sorted(scratch.glob("error_*"))]
     assert not errors, errors[0]
     assert not hung, f"ranks {hung} did not end within {timeout_seconds} s"

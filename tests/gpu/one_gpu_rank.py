@@ -1,0 +1,16 @@
+"""One rank of several on one GPU: the trainer's command line, with all ranks on device 0.
+
+NCCL refuses two ranks on one GPU unless it takes them for different hosts (NCCL_HOSTID). A way to
+test tensor and pipeline parallelism where there is a single GPU; far too slow for training.
+"""
+
+import os
+import sys
+
+os.environ["NCCL_HOSTID"] = f"host{os.environ.get('RANK', '0')}"
+os.environ["LOCAL_RANK"] = "0"
+
+from rlhf_megatron.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

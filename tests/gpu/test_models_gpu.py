@@ -1,0 +1,123 @@
+"""The Megatron models on a CUDA device, one rank in this process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_megatron.batch import from_sequences
+from rlhf_megatron.checkpoint.hf_read import load_hf_checkpoint
+from rlhf_megatron.distributed.config import DistributedConfig
+from rlhf_megatron.distributed.cpu_platform import is_redirected, use_cpu_in_place_of_cuda
+from rlhf_megatron.distributed.groups import GroupFactory, build_role_groups
+from rlhf_megatron.distributed.start import start
+from rlhf_megatron.engine.microbatch import make_micro_batch
+from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.layout.architecture import read_architecture
+from rlhf_megatron.layout.parallel import ParallelLayout
+from rlhf_megatron.models.build import build_model
+from rlhf_megatron.models.compat import varlen_attention
+
+
+@pytest.fixture(scope="module")
+def context():
+    found = start(DistributedConfig())
+    yield found
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=131,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn_like(parameter) * 0.05)
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+def test_nothing_is_redirected_where_there_is_a_gpu(context):
+    assert context.device.type == "cuda"
+    assert not is_redirected()
+    assert torch.zeros(1, device="cuda").is_cuda
+    with pytest.raises(RuntimeError, match="CUDA device"):
+        use_cpu_in_place_of_cuda()
+
+
+def test_varlen_attention_equals_attention_sequence_by_sequence():
+    torch.manual_seed(0)
+    lengths = [1, 7, 64, 33]
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 64, device="cuda", dtype=torch.bfloat16)
+        for heads in (8, 2, 2)
+    )
+    offsets = torch.tensor([0, 1, 8, 72, 105], dtype=torch.int32, device="cuda")
+    got = varlen_attention(q, key=k, value=v, cu_seqlens=offsets, max_seqlen=64, scale=64**-0.5)
+    want = []
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        one = [x[begin:end].float().transpose(0, 1)[None] for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+        want.append(out[0].transpose(0, 1))
+    assert_close(got.float(), torch.cat(want), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 0.06)])
+def test_log_probs_equal_transformers(context, model_dir, precision, bound):
+    arch = read_architecture(model_dir)
+    groups = build_role_groups(
+        "actor",
+        layout=ParallelLayout((0,)),
+        factory=GroupFactory(timeout_seconds=60, backend=context.backend),
+    )
+    model = build_model(
+        arch,
+        head="lm",
+        groups=groups,
+        precision=precision,
+        layer_spec_name="local",
+        device=context.device,
+        seed=1,
+    )
+    load_hf_checkpoint(
+        model_dir,
+        layout=model.rank_layout(0),
+        parameters=model.parameters(),
+        arch=arch,
+        head="lm",
+    )
+    engine = ModelEngine(model, device=context.device, job_group=context.job_group)
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(0, 131, (n,), generator=generator).tolist()  # noqa: E731
+    batch = from_sequences([draw(n) for n in (3, 9, 1)], responses=[draw(n) for n in (20, 1, 50)])
+    micro = make_micro_batch(
+        batch, samples=[0, 1, 2], fields=(), pad_to_multiple=1, device=context.device
+    )
+
+    def outputs(hidden, micro_batch):
+        found = engine.log_probs(hidden, micro_batch=micro_batch, temperature=0.7)
+        return {"logprobs": (found.logprobs, micro_batch.response_rows)}
+
+    got = engine.infer([micro], outputs=outputs, sizes={"logprobs": batch.num_response_tokens})
+    reference = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
+    want = []
+    for i in range(len(batch)):
+        ids = torch.tensor([batch.prompt_tokens(i) + batch.response_tokens(i)], device="cuda")
+        with torch.no_grad():
+            logprobs = (reference(ids).logits[0] / 0.7).log_softmax(-1)
+        first = int(batch.prompt_lengths[i])
+        want.append(logprobs[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0].cpu())
+    assert (got["logprobs"] - torch.cat(want)).abs().max() <= bound

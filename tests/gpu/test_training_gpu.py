@@ -1,0 +1,88 @@
+"""The quickstart's task on a GPU: vLLM beside Megatron-Core, one rank and four on one device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_megatron.launcher import launch
+
+ROOT = Path(__file__).parents[2]
+GPU_OVERRIDES = [
+    "distributed.device=cuda",
+    "run.steps=4",
+    "warmup.steps=60",
+    "evaluation.interval_steps=4",
+    "actor.precision=bf16",
+    "critic.precision=bf16",
+    "ref.precision=bf16",
+    "rollout.enforce_eager=true",
+    "rollout.kv_cache_memory_gb=0.5",
+    "rollout.gpu_memory_utilization=0.2",
+]
+ONE_RANK = [
+    f"{role}.parallel.{key}"
+    for role in ("actor", "critic", "ref")
+    for key in (
+        "tensor_model_parallel_size=1",
+        "pipeline_model_parallel_size=1",
+        "sequence_parallel=false",
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart") / "data"
+    subprocess.run(
+        [sys.executable, "tools/make_quickstart.py", "--output", str(folder)], cwd=ROOT, check=True
+    )
+    return folder
+
+
+def run(folder, output, overrides, *, num_processes):
+    command = [
+        sys.executable,
+        str(ROOT / "tests/gpu/one_gpu_rank.py"),
+        "--config",
+        str(ROOT / "configs/quickstart_cpu.yaml"),
+        f"run.output_dir={output}",
+        f"data.prompts={folder}/train.jsonl",
+        f"evaluation.prompts={folder}/heldout.jsonl",
+        f"warmup.demonstrations={folder}/demonstrations.jsonl",
+        f"actor.model={folder}/model",
+        f"reward.function={ROOT}/configs/rewards/quickstart.py:reward",
+        *GPU_OVERRIDES,
+        *overrides,
+    ]
+    assert launch(command, num_processes=num_processes) == 0
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_one_rank_trains_with_parity(quickstart, tmp_path, engine):
+    if engine == "vllm":
+        pytest.importorskip("vllm", reason="vLLM is not installed here")
+    overrides = [*ONE_RANK, f"rollout.engine={engine}", "rollout.tensor_parallel_size=1"]
+    metrics = run(quickstart, tmp_path / "run", overrides, num_processes=1)
+    assert len(metrics) == 4
+    for step in metrics:
+        assert step["parity/logprob_abs_diff_mean"] <= 0.05
+        assert step["grad_norm/actor"] > 0 and step["grad_norm/critic"] > 0
+    assert (tmp_path / "run/hf/model.safetensors").exists()
+
+
+def test_four_ranks_share_one_gpu_at_tp2_pp2(quickstart, tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    overrides = [
+        "warmup.steps=10",
+        "run.steps=2",
+        "rollout.engine_args={disable_custom_all_reduce: true}",
+        "rollout.gpu_memory_utilization=0.1",
+    ]
+    metrics = run(quickstart, tmp_path / "run", overrides, num_processes=4)
+    for step in metrics:
+        assert step["parity/logprob_abs_diff_mean"] <= 0.05
+        assert step["reshard/bytes_received"] == step["reshard/bytes_minimum"] > 0
