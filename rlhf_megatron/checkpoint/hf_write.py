@@ -53,12 +53,13 @@ def export_hf(
 
     Collective over `group`, whose ranks include all of `layouts` (global ranks) and share the file
     system. Each rank writes every group-size-th file and holds one file's tensors in host memory;
-    `device` holds the transfer buffers; default the parameters'. Written beside `output_dir` and renamed when complete;
-    replaces an existing directory only with `overwrite`. Raises UserError on all ranks otherwise,
-    or where any rank cannot write; nothing half-written is left.
+    `device` (default: the parameters') holds the transfer buffers. Written beside `output_dir` and
+    renamed when complete; replaces an existing directory only with `overwrite`. Raises UserError on
+    all ranks otherwise, or where any rank cannot write; nothing half-written is left.
     """
     output, template = Path(output_dir), Path(template_dir)
     partial = output.with_name(f".{output.name}.partial")
+    replaced = output.with_name(f".{output.name}.replaced")
     ranks = dist.get_process_group_ranks(group)
     first = rank == ranks[0]
     shards = plan_shards(
@@ -71,7 +72,8 @@ def export_hf(
     def prepare() -> None:
         if output.exists() and not overwrite:
             raise UserError(f"{output}: exists already; choose another path, or ask to overwrite")
-        shutil.rmtree(partial, ignore_errors=True)
+        for left_over in (partial, replaced):
+            shutil.rmtree(left_over, ignore_errors=True)
         partial.mkdir(parents=True)
         name = str(dtype).removeprefix("torch.")
         write_config_files(partial, template_dir=template, arch=arch, head=head, dtype=name)
@@ -79,8 +81,10 @@ def export_hf(
             _write_index(partial, shards=shards, itemsize_bytes=dtype.itemsize)
 
     def finish() -> None:
-        shutil.rmtree(output, ignore_errors=True)
+        if output.exists():
+            output.rename(replaced)
         partial.rename(output)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     try:
         _together(prepare if first else _nothing, group=group)

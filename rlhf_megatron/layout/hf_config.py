@@ -25,12 +25,13 @@ _UNDERSTOOD = frozenset(
 
 _NO_EFFECT = frozenset(
     {
-        # Bookkeeping, training from scratch, dropout (a PPO policy is trained without), and
-        # switches of transformers' own outputs.
+        # Bookkeeping, training from scratch, dropout (a PPO policy is trained without), switches of
+        # transformers' own outputs, and defaults of its generate().
         "transformers_version", "transformers.js_config", "initializer_range", "use_cache",
         "attention_dropout", "pretraining_tp", "problem_type", "return_dict",
         "chunk_size_feed_forward", "is_encoder_decoder", "model_max_length", "auto_map",
-        "tokenizer_class", "unsloth_version", "unsloth_fixed", "finetuning_task",
+        "tokenizer_class", "unsloth_version", "unsloth_fixed", "finetuning_task", "max_length",
+        "max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty",
     }
 )  # fmt: skip
 

@@ -217,6 +217,7 @@ def test_smollm2_and_qwen2_fields_are_understood(tmp_path):
     smol = LLAMA | {
         "is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1,
         "transformers.js_config": {"dtype": "q4"}, "attention_bias": False, "_name_or_path": "x",
+        "max_length": 4096,
     }  # fmt: skip
     assert read(tmp_path, smol).tie_word_embeddings
     qwen = LLAMA | {
