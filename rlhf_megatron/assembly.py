@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlhf_megatron.architectures import Architectures
 from rlhf_megatron.checkpoint.hf_read import load_hf_checkpoint
 from rlhf_megatron.config import Config
 from rlhf_megatron.data.prompts import Demonstration, PromptSet, load_demonstrations, load_prompts
@@ -17,7 +18,7 @@ from rlhf_megatron.distributed.groups import GroupFactory, RoleGroups, build_rol
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.errors import ConfigError
-from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
+from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.hf import hf_layout
 from rlhf_megatron.layout.tensors import Head
@@ -33,39 +34,11 @@ from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.contract import RolloutEngine
 from rlhf_megatron.rollout.factory import build_engine, parse_engines, resolve_engine
 from rlhf_megatron.rollout.worlds import make_engine_groups
-from rlhf_megatron.validation_model import validate_model
 from rlhf_megatron.weight_sync import copy_weights, role_layouts
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architectures:
-    """What each role's model is."""
-
-    actor: ModelArchitecture
-    critic: ModelArchitecture
-    ref: ModelArchitecture | None  # None without a KL penalty
-
-
-def read_architectures(config: Config) -> Architectures:
-    """Read and check the roles' models. Raises ConfigError with all problems."""
-    actor = read_architecture(config.actor.model)
-    critic = read_architecture(config.critic.model) if config.critic.model else actor
-    ref = None
-    if config.ppo.kl.place != "off":
-        ref = read_architecture(config.ref.model) if config.ref.model else actor
-    problems = validate_model(config, actor=actor, critic=critic, ref=ref)
-    if actor.head != "lm":
-        problems.append(
-            f"actor.model={config.actor.model}: a classification model cannot generate; give a "
-            "language model (a reward model's head is for critic.model or reward.model)"
-        )
-    if problems:
-        raise ConfigError(problems)
-    return Architectures(actor=actor, critic=critic, ref=ref)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """What a configuration would run: batches, layouts, engines and reshard bytes; no GPU, no peers."""
 
+from rlhf_megatron.architectures import read_architectures
 from rlhf_megatron.config import Config
-from rlhf_megatron.errors import ConfigError
-from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
+from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.megatron import megatron_rank_layout
 from rlhf_megatron.layout.parallel import ParallelLayout
@@ -10,7 +10,6 @@ from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.reshard.engines import propose_engines
 from rlhf_megatron.reshard.plan import bytes_minimum
 from rlhf_megatron.resolve import describe_batch, parallel_layout, rollout_ranks
-from rlhf_megatron.validation_model import validate_model
 
 GPUS_PER_NODE = 8
 BYTES_PER_PARAMETER = {"bf16": 2, "fp32": 4}
@@ -18,12 +17,7 @@ BYTES_PER_PARAMETER = {"bf16": 2, "fp32": 4}
 
 def describe(config: Config, *, world_size: int) -> str:
     """The report of --dry-run. Raises ConfigError where the model does not fit the layouts."""
-    actor = read_architecture(config.actor.model)
-    critic = read_architecture(config.critic.model) if config.critic.model else actor
-    ref = read_architecture(config.ref.model) if config.ref.model else actor
-    problems = validate_model(config, actor=actor, critic=critic, ref=ref)
-    if problems:
-        raise ConfigError(problems)
+    actor = read_architectures(config).actor
     lines = [describe_batch(config, world_size=world_size), "", "roles:"]
     for role, parallel in (
         ("actor", config.actor.parallel),

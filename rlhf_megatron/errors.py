@@ -14,10 +14,12 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """Every problem found in a configuration, one line each."""
+    """Every problem found in a configuration, one line each; a single one is the whole message."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = list(problems)
-        count = len(self.problems)
-        head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(f"configuration: {head}\n" + "\n".join(f"  - {p}" for p in self.problems))
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+        else:
+            listed = "".join(f"\n  - {problem}" for problem in self.problems)
+            super().__init__(f"configuration: {len(self.problems)} problems{listed}")

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from rlhf_megatron.architectures import read_architectures
 from rlhf_megatron.config import Config, resolved_yaml
 from rlhf_megatron.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 from rlhf_megatron.resolve import describe_batch
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(describe(config, world_size=options.world_size or started))
             return EXIT_DONE
+        read_architectures(config)
     except UserError as error:
         # Every process reads the same files, so each finds the same: one of them says it.
         if is_main:
@@ -75,7 +77,8 @@ def train(config: Config) -> int:
     """Join the job and train. Does not return where any rank fails: failure.py ends them all."""
     _keep_warnings_off_the_screen()
     from rlhf_megatron.distributed.failure import FailureChannel
-    from rlhf_megatron.distributed.start import finish, seed_everything, start
+    from rlhf_megatron.distributed.seeds import seed_everything
+    from rlhf_megatron.distributed.start import finish, start
     from rlhf_megatron.observability.ledger import PhaseLedger
     from rlhf_megatron.observability.logs import setup_logging
 
@@ -106,7 +109,7 @@ def train(config: Config) -> int:
             print(describe_batch(config, world_size=context.world_size), flush=True)
         dist.barrier()
         setup_logging(config.run.output_dir, rank=context.rank)
-        seed_everything(config.run.seed, data_parallel_rank=0)
+        seed_everything(config.run.seed)
         Trainer(config, context=context, ledger=ledger).fit()
         dist.barrier()
     except BaseException as error:

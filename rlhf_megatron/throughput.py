@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from rlhf_megatron.assembly import DTYPES, Architectures
+from rlhf_megatron.architectures import Architectures
+from rlhf_megatron.assembly import DTYPES
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.start import DistributedContext

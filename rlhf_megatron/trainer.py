@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from rlhf_megatron import assembly, checks
 from rlhf_megatron.algorithms.kl import kl_controller
 from rlhf_megatron.algorithms.schedule import learning_rate
+from rlhf_megatron.architectures import read_architectures
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.config import Config
@@ -55,7 +56,7 @@ class Trainer:
         self.folder = Path(config.run.output_dir)
         self.console = Console(total_steps=config.run.steps, enabled=self.is_main)
         ledger.listeners.append(self.console)
-        architectures = assembly.read_architectures(config)
+        architectures = read_architectures(config)
         data = assembly.load_data(config, architectures=architectures)
         scorer = assembly.build_scorer(config, prompts=data.prompts, device=context.device)
         self.loader = PromptLoader(

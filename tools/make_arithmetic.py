@@ -3,8 +3,12 @@
     python tools/make_arithmetic.py --output data/arithmetic
 
 Writes `train.jsonl` and `heldout.jsonl`. A row is {"prompt": [{"role": "user", "content": "What is
-17 + 25? Answer with the number only."}], "answer": "42"}. No question of one file is in the other,
+17 + 5? Answer with the number only."}], "answer": "22"}. No question of one file is in the other,
 nor the same question with its numbers swapped.
+
+Why so small: reinforcement needs a model that is right now and then. SmolLM2-135M-Instruct (4 bits)
+is, with numbers up to 20, in 14% of samples at temperature 1 and 30% at 0.7 (64 questions); with
+numbers up to 50 in none at temperature 1. Numbers up to 20 make 210 sums.
 """
 
 import argparse
@@ -51,10 +55,10 @@ def write_rows(path: Path, *, rows: list[dict[str, object]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make arithmetic questions with answers.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--train", type=int, default=2000, help="training questions (2000)")
-    parser.add_argument("--heldout", type=int, default=500, help="held-out questions (500)")
+    parser.add_argument("--train", type=int, default=160, help="training questions (160)")
+    parser.add_argument("--heldout", type=int, default=50, help="held-out questions (50)")
     parser.add_argument("--smallest", type=int, default=1, help="smallest number (1)")
-    parser.add_argument("--largest", type=int, default=99, help="largest number (99)")
+    parser.add_argument("--largest", type=int, default=20, help="largest number (20)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (0)")
     options = parser.parse_args(arguments)
     try:

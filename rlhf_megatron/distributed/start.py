@@ -1,12 +1,10 @@
 """The distributed start: device, backend, rendezvous, and a clean end."""
 
 import os
-import random
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -112,16 +110,6 @@ def start(config: DistributedConfig) -> DistributedContext:
         timeout_seconds=config.timeout_seconds,
         job_group=dist.group.WORLD,  # type: ignore[arg-type]
     )
-
-
-def seed_everything(seed: int, *, data_parallel_rank: int) -> None:
-    """Seed Python, NumPy and torch: equal within a model replica, distinct between replicas.
-
-    The tensor-parallel tracker is seeded per role (models/build.py).
-    """
-    random.seed(seed + data_parallel_rank)
-    np.random.seed((seed + data_parallel_rank) % 2**32)
-    torch.manual_seed(seed + data_parallel_rank)
 
 
 def finish(exit_code: int) -> None:

@@ -34,13 +34,6 @@ def engine_seed(run_seed: int, *, replica: int, step: int) -> int:
     return _hash_bits(1, run_seed, replica, step, bits=32)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, those of all GPUs included."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
     """Put the global generators back as they were: Python, NumPy, torch, and `device`'s if a GPU.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.batch import RaggedBatch
+from rlhf_megatron.distributed.seeds import seed_everything
 from rlhf_megatron.errors import ConfigError, UserError
 from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
 from rlhf_megatron.layout.boxes import RankLayout
@@ -19,7 +20,7 @@ from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
 from rlhf_megatron.rollout.parameters import check_parameters
 from rlhf_megatron.rollout.responses import Request, Response, SeedPlan, list_requests, to_batch
-from rlhf_megatron.rollout.seeds import engine_seed, preserved_generators, seed_everything
+from rlhf_megatron.rollout.seeds import engine_seed, preserved_generators
 
 CPU_BLOCK_TOKENS = 32
 """KV cache block on a CPU: the smallest that its attention is fast with (vLLM's default, 128,

@@ -40,7 +40,6 @@ def make_model(kind: str, *, dtype: torch.dtype = torch.float32) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "pad_token_id": 2,
         "tie_word_embeddings": False,
         **({"num_labels": 1} if name.endswith("Classification") else {}),
         **options,

@@ -22,6 +22,8 @@ COMPARED = (
     "grad_norm/critic",
 )
 COMPARED_ROUNDS = ("kl/mean", "kl/coef", "critic/explained_variance")
+SMALLEST = {"kl/mean": 1e-4}
+"""Absolute bounds, 1e-6 elsewhere: kl/mean is a sum of tens of differences that cancel."""
 
 EIGHT = Shape(tp=2, pp=2, dp=2)
 CASES = [
@@ -67,7 +69,7 @@ def assert_same(trace: Trace, expected: Trace, *, name: str) -> None:
     for names, found, wanted in pairs:
         for key in (key for key in names if key in wanted and key in found):
             a, b = found[key], wanted[key]
-            share = abs(a - b) / (1e-6 + 1e-4 * abs(b))
+            share = abs(a - b) / (SMALLEST.get(key, 1e-6) + 1e-4 * abs(b))
             worst[key] = max(worst.get(key, 0.0), share)
             if not share <= 1:
                 problems.append(f"{key}: {a} instead of {b}")
@@ -123,7 +125,7 @@ def test_the_first_updates_are_the_same(models, rollout, reference, case):
 def test_other_losses_at_two_replicas(models, tmp_path, changes):
     """With mini-batches of one sample one of the two replicas has none."""
     path = tmp_path / "rollout.pt"
-    run_ranks(1, record_rollout, path, 6)
+    run_ranks(1, record_rollout, path, 4)
     alone = updates(models, path, Case(name="alone", changes=changes))
     case = Case(name=str(changes), actor=Shape(dp=2), critic=Shape(tp=2), changes=changes)
     assert_same(updates(models, path, case), alone, name=case.name)

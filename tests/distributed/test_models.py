@@ -8,7 +8,6 @@ import torch
 from pool import run_ranks
 from roles import Shape, build_role, micro_batches, new_factory
 from small_models import (
-    VOCAB_SIZE,
     make_batch,
     make_model,
     response_log_probs,
