@@ -28,7 +28,8 @@ def check_first_update(result: StepResult, *, precision: str) -> None:
     Raises InvariantError.
     """
     ratio, kl = result.metrics["ppo/ratio_mean"], result.metrics["ppo/approx_kl"]
-    if abs(ratio - 1) > RATIO_TOLERANCE[precision] or abs(kl) > KL_TOLERANCE[precision]:
+    holds = abs(ratio - 1) <= RATIO_TOLERANCE[precision] and abs(kl) <= KL_TOLERANCE[precision]
+    if not holds:  # so that NaN is a breach
         raise InvariantError(
             f"first mini-batch: mean ratio {ratio:.7f} and approximate KL {kl:.3g}, must be 1 and "
             "0: the update computes other log-probs than the log_prob phase did (dropout, another "
@@ -40,7 +41,7 @@ def check_reference(batch: RaggedBatch, *, precision: str) -> None:
     """Before any update the actor is the reference. Raises InvariantError."""
     response = batch.response
     worst = _largest((response["old_logprobs"] - response["ref_logprobs"]).abs())
-    if worst > REFERENCE_TOLERANCE[precision]:
+    if not worst <= REFERENCE_TOLERANCE[precision]:  # NaN is a breach
         raise InvariantError(
             f"before any update actor and reference log-probs differ by {worst:.3g}, must be within"
             f" {REFERENCE_TOLERANCE[precision]}: their weights, layouts or precisions disagree"

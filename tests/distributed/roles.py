@@ -76,9 +76,7 @@ def build_role(
         seed=seed,
         dtype=dtype,
     )
-    engine = ModelEngine(
-        model, device=CPU, job_group=dist.group.WORLD, optimizer_config=optimizer
-    )
+    engine = ModelEngine(model, device=CPU, job_group=dist.group.WORLD, optimizer_config=optimizer)
     if load:
         load_hf_checkpoint(
             directory,
@@ -91,9 +89,7 @@ def build_role(
     return engine
 
 
-def micro_batches(
-    engine: ModelEngine, batch, *, samples_by_replica, fields=()
-) -> list[MicroBatch]:
+def micro_batches(engine: ModelEngine, batch, *, samples_by_replica, fields=()) -> list[MicroBatch]:
     """This rank's micro-batches: [replica][micro-batch] -> samples."""
     return [
         make_micro_batch(

@@ -110,9 +110,7 @@ def run_role(engine: ModelEngine, *, batch: RaggedBatch, num_updates: int) -> Ou
         weighed = (found.logprobs * micro.fields["w"]).sum()
         return as_result(weighed + ENTROPY_WEIGHT * found.entropy.sum())
 
-    steps = [
-        engine.train_step(micros, loss=loss, learning_rate=1e-3) for _ in range(num_updates)
-    ]
+    steps = [engine.train_step(micros, loss=loss, learning_rate=1e-3) for _ in range(num_updates)]
     return Outcome(inferred, [s.metrics["loss"] for s in steps], [s.grad_norm for s in steps])
 
 

@@ -51,9 +51,7 @@ def on_ranks(rank: int, vocab_size: int, dtype: torch.dtype, chunk_tokens: int) 
     rows = ROWS // size
     hidden = given["hidden"].requires_grad_()
     weight = given["weight"][rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    shard = VocabShard(
-        start=rank * rows, rows=rows, vocab_size=vocab_size, group=dist.group.WORLD
-    )
+    shard = VocabShard(start=rank * rows, rows=rows, vocab_size=vocab_size, group=dist.group.WORLD)
     found = token_log_probs(
         hidden,
         weight=weight,
@@ -66,9 +64,7 @@ def on_ranks(rank: int, vocab_size: int, dtype: torch.dtype, chunk_tokens: int) 
     dist.all_reduce(hidden.grad)  # as models/heads.py does
     weights = [torch.empty_like(weight) for _ in range(size)]
     dist.all_gather(weights, weight.grad)
-    return Found(
-        found.logprobs.detach(), found.entropy.detach(), hidden.grad, torch.cat(weights)
-    )
+    return Found(found.logprobs.detach(), found.entropy.detach(), hidden.grad, torch.cat(weights))
 
 
 def whole(vocab_size: int) -> Found:

@@ -216,7 +216,9 @@ class PlainPpo:
 
         values = token_values(self.critic, batch=batch)[0][valid]
         old_values = response["old_values"][valid]
-        clipped = torch.clamp(values, old_values - config.value_clip, old_values + config.value_clip)
+        clipped = torch.clamp(
+            values, old_values - config.value_clip, old_values + config.value_clip
+        )
         errors = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
         norms.append(self._update(1, errors.mean() / 2))
         return {
