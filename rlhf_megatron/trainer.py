@@ -163,8 +163,9 @@ class Trainer:
         config, phase = self.config, self.ledger.phase
         self.ledger.start_step(step)
         experience = self.maker.run(self.loader.next_step(), sampling=self.sampling, step=step)
-        if self.engine is not None:
-            self.engine.sleep()
+        with phase("sleep"):
+            if self.engine is not None:
+                self.engine.sleep()
         batch = experience.batch
         plan = self.ppo.plan(batch, step=step)
         with phase("log_prob"):
@@ -219,12 +220,12 @@ class Trainer:
         return checks.check_parity(batch, config=self.config.parity, precision=precision)
 
     def _reshard(self, *, version: int) -> SyncReport:
-        if self.engine is not None:
-            self.engine.wake(tags=["weights"])
         with self.ledger.phase("reshard"):
+            if self.engine is not None:
+                self.engine.wake(tags=["weights"])
             report = self.sync.run(version=version)
-        if self.engine is not None:
-            self.engine.wake(tags=["kv_cache"])
+            if self.engine is not None:
+                self.engine.wake(tags=["kv_cache"])
         return report
 
     def _rate(self, optimizer: OptimizerConfig, *, step: int) -> float:

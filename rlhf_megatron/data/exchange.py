@@ -1,10 +1,15 @@
 """Exchange between ranks: only token ids, lengths and per-token scalars travel."""
 
+import logging
+import os
+import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from rlhf_megatron.batch import RaggedBatch, concatenate
+
+logger = logging.getLogger(__name__)
 
 
 def gather_batch(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> RaggedBatch:
@@ -15,8 +20,13 @@ def gather_batch(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> Ragge
     scalars fit host memory easily (1024 samples of 4096 tokens: about 0.1 GB), and with the same
     batch everywhere each role can cut it to its own layout without asking its peers.
     """
+    started = time.perf_counter()
     parts: list[RaggedBatch | None] = [None] * group.size()
     dist.all_gather_object(parts, part, group=group)
+    if os.environ.get("RLHF_MEGATRON_DEBUG") == "1":
+        shapes = [None if p is None else (len(p), p.num_tokens) for p in parts]
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        logger.debug("exchange: (samples, tokens) by rank %s, %.2f ms", shapes, milliseconds)
     filled = [p for p in parts if p is not None and len(p) > 0]
     assert filled, "no rank has any sample"
     return concatenate(filled).sorted_by_prompt()

@@ -59,18 +59,19 @@ def build_role(
     factory: GroupFactory,
     head: str = LM_HEAD,
     optimizer: OptimizerConfig | None = None,
+    precision: str = "fp32",
     dtype: torch.dtype | None = None,
     seed: int = 1,
     load: bool = True,
 ) -> ModelEngine:
-    """A role in float32 (or `dtype`) with the weights of `directory`."""
+    """A role with the weights of `directory`; random ones with load=False."""
     groups = build_role_groups(f"{head}-{shape}", layout=shape.layout, factory=factory)
     assert groups is not None
     model = build_model(
         read_architecture(directory),
         head=head,
         groups=groups,
-        precision="fp32",
+        precision=precision,
         layer_spec_name="local",
         device=CPU,
         seed=seed,

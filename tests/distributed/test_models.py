@@ -165,6 +165,52 @@ def test_log_probs_entropy_and_updates_are_those_of_transformers(models, lm_orac
         )
 
 
+def bf16_case(rank: int, directory: Path, shape: Shape) -> Outcome:
+    engine = build_role(
+        directory,
+        shape=shape,
+        factory=new_factory(),
+        optimizer=OptimizerConfig(learning_rate=1e-3, clip_grad=0.0),
+        precision="bf16",
+    )
+    assert {p.dtype for p in engine.model.parameters().values()} == {torch.bfloat16}
+    return run_role(engine, batch=ragged_batch(), num_updates=2)
+
+
+@pytest.mark.parametrize("shape", [Shape(tp=2, pp=2, sp=True), Shape(tp=2, dp=2)], ids=str)
+def test_bf16_comes_near(models, lm_oracles, shape):
+    parts, expected = 2 * shape.dp, lm_oracles["llama"]
+    for outcome in run_ranks(shape.world_size, bf16_case, models / "llama", shape):
+        for name in ("logprobs", "entropy"):
+            assert outcome.inferred[name].dtype == torch.float32
+            difference = (outcome.inferred[name] - expected.inferred[name]).abs()
+            assert 1e-5 < difference.mean() < 0.03 and difference.max() < 0.15
+        assert [x * parts for x in outcome.losses] == pytest.approx(expected.losses, abs=0.5)
+        norms = [x * parts for x in outcome.grad_norms]
+        assert norms == pytest.approx(expected.grad_norms, rel=0.03)
+
+
+def fresh_optimizers(rank: int, directory: Path, shape: Shape) -> list[list[float]]:
+    """Norms and losses of two updates: after a reset, and of a new role with the same weights."""
+    factory, batch = new_factory(), ragged_batch()
+    options = {"shape": shape, "optimizer": OptimizerConfig(learning_rate=1e-3)}
+    old = build_role(directory, factory=factory, **options)
+    run_role(old, batch=batch, num_updates=2)
+    new = build_role(directory, factory=factory, load=False, **options)
+    for name, parameter in new.model.parameters().items():
+        parameter.data.copy_(old.model.parameters()[name])
+    old.reset_optimizer()
+    new.weights_changed()
+    outcomes = [run_role(engine, batch=batch, num_updates=3) for engine in (old, new)]
+    return [outcome.losses + outcome.grad_norms for outcome in outcomes]
+
+
+def test_a_reset_optimizer_has_forgotten_the_past(models):
+    shape = Shape(tp=2, dp=2)
+    for reset, new in run_ranks(4, fresh_optimizers, models / "llama", shape):
+        assert reset == new
+
+
 def value_case(rank: int, directory: Path, shape: Shape) -> Outcome:
     optimizer = OptimizerConfig(learning_rate=1e-3, clip_grad=0.0)
     engine = build_role(

@@ -93,7 +93,7 @@ class Case:
     """Layouts of actor and critic (the reference has the critic's), and changes of the options."""
 
     name: str
-    actor: Shape = Shape()
+    actor: Shape = field(default_factory=Shape)
     critic: Shape | None = None
     changes: dict = field(default_factory=dict)
 

@@ -44,6 +44,8 @@ def batch(**differences: list[float]) -> RaggedBatch:
         (0.95, 0.0, "bf16", False),
         (math.nan, 0.0, "bf16", False),
         (1.0, math.nan, "fp32", False),
+        (0.0, 0.0, "fp32", True),  # no token counted: all responses of the mini-batch masked
+        (0.0, 0.1, "fp32", False),
     ],
 )
 def test_first_update(ratio, kl, precision, passes):
