@@ -38,9 +38,6 @@ CASES = [
     Case(name="micro_batch_of_1", changes={"micro_batch_samples": 1}),
     Case(name="micro_batch_of_4", changes={"micro_batch_samples": 4}),
     Case(name="one_packed_micro_batch", changes={"micro_batch_tokens": 10_000}),
-    Case(
-        name="micro_batch_of_1_pp2dp2", actor=Shape(pp=2, dp=2), changes={"micro_batch_samples": 1}
-    ),
 ]
 
 
