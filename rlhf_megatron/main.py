@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Collective over the job's processes."""
     options = parser().parse_args(arguments)
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    is_main = int(os.environ.get("RANK", "0")) == 0
     try:
         config = load_and_validate(
             options.config,
@@ -64,13 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_DONE
         read_architectures(config)
     except UserError as error:
-        # Every process reads the same files, so each finds the same: one of them says it.
-        if is_main:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(OTHERS_WAIT_SECONDS)  # a launcher kills all ranks when one leaves
-        return EXIT_BAD_INPUT
+        return _refuse(error)
     return train(config)
+
+
+def _refuse(error: UserError) -> int:
+    """Every process reads the same files, so each finds the same fault: one of them says it."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(OTHERS_WAIT_SECONDS)  # a launcher kills all ranks when one leaves
+    return EXIT_BAD_INPUT
 
 
 def train(config: Config) -> int:
@@ -85,8 +88,7 @@ def train(config: Config) -> int:
     try:
         context = start(config.distributed)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return _refuse(error)
     ledger = PhaseLedger(rank=context.rank, device=context.device)
     channel = FailureChannel(
         rank=context.rank,

@@ -39,6 +39,8 @@ class UpdateReport:
     """What a role's updates of one step did."""
 
     steps: list[StepResult] = field(default_factory=list)
+    mini_batches: list[MiniBatch] = field(default_factory=list)
+    """The samples of each optimizer step that was taken."""
     stopped_early: bool = False
 
     def metrics(self) -> dict[str, float]:
@@ -257,7 +259,13 @@ class PpoStep:
         stop: Callable[[StepResult], bool] = lambda _: False,
     ) -> UpdateReport:
         report = UpdateReport()
+        tokens = torch.zeros(len(batch)).index_add_(
+            0, batch.sample_of_response_token, (batch.response["loss_mask"] > 0).float()
+        )
         for mini in (mini for epoch in plan for mini in epoch):
+            if not tokens[mini].any():
+                continue  # all masked: a step would only follow momentum and weight decay
+            report.mini_batches.append(mini)
             result = engine.train_step(
                 self._micro_batches(engine, batch, mini, fields=fields),
                 loss=loss,

@@ -38,15 +38,25 @@ class Throughput:
             context.device, dtype=DTYPES[config.actor.precision]
         )
 
-    def work(self, batch: RaggedBatch, plan: Sequence[Sequence[list[int]]]) -> dict[str, float]:
-        """FLOPs of the step's training phases, under a key that is not written out."""
+    def work(
+        self,
+        batch: RaggedBatch,
+        *,
+        actor_updates: Sequence[Sequence[int]],
+        critic_updates: Sequence[Sequence[int]],
+    ) -> dict[str, float]:
+        """FLOPs of the step's training phases, under a key that is not written out.
+
+        The updates are the mini-batches, as sample numbers, of the optimizer steps taken.
+        """
         lengths = batch.lengths.tolist()
         flops = forward_flops(self._actor, sequence_lengths=lengths)
         flops += forward_flops(self._critic, sequence_lengths=lengths)
         if self._ref is not None:
             flops += forward_flops(self._ref, sequence_lengths=lengths)
-        for model in (self._actor, self._critic):
-            flops += len(plan) * training_flops(model, sequence_lengths=lengths)
+        for model, updates in ((self._actor, actor_updates), (self._critic, critic_updates)):
+            trained = [lengths[i] for mini_batch in updates for i in mini_batch]
+            flops += training_flops(model, sequence_lengths=trained)
         return {"_flops": float(flops)}
 
     def metrics(self, metrics: dict[str, float]) -> dict[str, float]:

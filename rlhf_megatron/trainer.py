@@ -27,7 +27,7 @@ from rlhf_megatron.observability.console import BeforeAfterLine, Console, Sample
 from rlhf_megatron.observability.ledger import PhaseLedger, append_ledger, merge_ledgers
 from rlhf_megatron.observability.metrics import MetricsWriter
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
-from rlhf_megatron.ppo import PpoStep, score_metrics, update_kl_controller
+from rlhf_megatron.ppo import PpoStep, UpdateReport, score_metrics, update_kl_controller
 from rlhf_megatron.rollout.contract import SamplingParameters
 from rlhf_megatron.throughput import Throughput
 from rlhf_megatron.warmup import SupervisedWarmup
@@ -36,6 +36,12 @@ from rlhf_megatron.weight_sync import SyncReport, WeightSync, role_layouts
 logger = logging.getLogger(__name__)
 
 BEFORE_AFTER_PROMPTS = 10
+FINITE_METRICS = (
+    "ppo/policy_loss",
+    "critic/value_loss",
+    "grad_norm/actor",
+    "grad_norm/critic",
+)
 
 
 @dataclass
@@ -191,27 +197,34 @@ class Trainer:
         with phase("update_critic"):
             critic = self.ppo.update_critic(batch, plan=plan, learning_rate=metrics["lr/critic"])
         metrics |= critic.metrics() | {"grad_norm/critic": critic.grad_norm}
+        actor = UpdateReport()
         if step > config.ppo.critic_warmup_steps:
-            metrics |= self._update_actor(batch, plan=plan, step=step)
+            actor = self._update_actor(batch, plan=plan, step=step)
+            metrics |= actor.metrics() | {
+                "grad_norm/actor": actor.grad_norm,
+                "lr/actor": self._rate(config.actor.optimizer, step=step),
+                "ppo/stopped_early": float(actor.stopped_early),
+                "ppo/optimizer_steps": float(len(actor.steps)),
+            }
+        # Before weights that are spoilt reach the engines.
+        checks.check_finite(metrics, names=FINITE_METRICS)
         update_kl_controller(self.kl, metrics=metrics, num_samples=len(batch))
         metrics |= self._reshard(version=step).metrics()
         self._show_responses(experience, step=step)
-        return metrics | {"_tokens": float(batch.num_tokens)} | self.throughput.work(batch, plan)
+        work = self.throughput.work(
+            batch, actor_updates=actor.mini_batches, critic_updates=critic.mini_batches
+        )
+        return metrics | {"_tokens": float(batch.num_tokens)} | work
 
-    def _update_actor(self, batch: RaggedBatch, *, plan: list, step: int) -> dict[str, float]:
+    def _update_actor(self, batch: RaggedBatch, *, plan: list, step: int) -> UpdateReport:
         rate = self._rate(self.config.actor.optimizer, step=step)
         with self.ledger.phase("update_actor"):
             report = self.ppo.update_actor(
                 batch, plan=plan, learning_rate=rate, kl_coefficient=self.kl.coefficient
             )
-        if step == self.config.ppo.critic_warmup_steps + 1:
+        if step == self.config.ppo.critic_warmup_steps + 1 and report.steps:
             checks.check_first_update(report.steps[0], precision=self.config.actor.precision)
-        return report.metrics() | {
-            "grad_norm/actor": report.grad_norm,
-            "lr/actor": rate,
-            "ppo/stopped_early": float(report.stopped_early),
-            "ppo/optimizer_steps": float(len(report.steps)),
-        }
+        return report
 
     def _check_agreement(self, batch: RaggedBatch, *, step: int) -> dict[str, float]:
         precision = self.config.actor.precision
@@ -283,10 +296,6 @@ class Trainer:
             if self.writer is not None:
                 self.writer.write(step, metrics=metrics)
             self.console.step_table(step, metrics=metrics)
-        checks.check_finite(
-            metrics,
-            names=("ppo/policy_loss", "critic/value_loss", "grad_norm/actor", "grad_norm/critic"),
-        )
 
     def _show_responses(self, experience: Experience, *, step: int) -> None:
         options = self.config.logging
