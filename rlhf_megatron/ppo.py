@@ -8,6 +8,7 @@ the mini-batches to its own data-parallel ranks.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.config import PpoConfig
