@@ -18,7 +18,7 @@ from layout_cases import (
 )
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.layout import megatron, vllm
+from rlhf_megatron.layout import vllm
 from rlhf_megatron.layout.architecture import read_architecture
 from rlhf_megatron.layout.cells import coverage_problems
 from rlhf_megatron.layout.hf import hf_layout
@@ -28,6 +28,7 @@ from rlhf_megatron.layout.megatron import (
     megatron_rank_layout,
     padded_vocab_size,
     stage_layers,
+    vocab_parameters,
 )
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.layout.tensors import logical_tensors
@@ -68,7 +69,7 @@ def test_megatron_layout_equals_plain_loops_and_gives_everything_back(name, head
             found = place(layout, state=state, shapes=shapes)
             for parameter, expected in oracle.items():
                 np.testing.assert_array_equal(found[parameter], expected, err_msg=parameter)
-            padded = megatron.VOCAB_PARAMETERS
+            padded = vocab_parameters()
             assert coverage_problems(layout, shapes=shapes, padded_parameters=padded) == []
             collect(layout, parameters=found, into=back, counts=counts)
         for tensor, expected in state.items():
@@ -238,14 +239,14 @@ def test_a_reward_model_is_read(tmp_path):
 def test_the_audit_lists_all_that_it_does_not_understand(tmp_path):
     bad = LLAMA | {
         "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "logit_scale": 2.0,
-        "rope_scaling": {"type": "yarn", "factor": 2.0}, "partial_rotary_factor": 0.5,
+        "rope_scaling": {"type": "dynamic", "factor": 2.0}, "partial_rotary_factor": 0.5,
         "num_key_value_heads": 4, "quantization_config": {"bits": 4},
         "architectures": ["LlamaModel"],
     }  # fmt: skip
     with pytest.raises(UserError) as caught:
         read(tmp_path, bad)
     for part in (
-        "hidden_act: 'gelu'", "attention_bias", "mlp_bias", "logit_scale: 2.0", "'yarn'",
+        "hidden_act: 'gelu'", "attention_bias", "mlp_bias", "logit_scale: 2.0", "'dynamic'",
         "partial_rotary_factor: 0.5", "num_key_value_heads: 4", "quantization_config", "LlamaModel",
     ):  # fmt: skip
         assert part in str(caught.value)
@@ -254,7 +255,7 @@ def test_the_audit_lists_all_that_it_does_not_understand(tmp_path):
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        (LLAMA | {"model_type": "mamba"}, "'mamba' is not supported; known: llama, qwen2"),
+        (LLAMA | {"model_type": "mamba"}, "'mamba' is not supported; known: llama, mistral, qwen2, qwen3"),
         (LLAMA | {"hidden_size": 0}, "hidden_size: 0 must be a positive integer"),
         (LLAMA | {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         (
