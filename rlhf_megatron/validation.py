@@ -17,7 +17,6 @@ from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
 
 NOT_SUPPORTED_YET = {
-    "virtual_pipeline_model_parallel_size": "virtual pipeline stages are",
     "context_parallel_size": "context parallelism is",
     "expert_model_parallel_size": "expert parallelism is",
 }
@@ -179,6 +178,12 @@ def _parallel(parallel: ParallelConfig, *, role: str, world_size: int) -> Iterat
         yield (
             f"{at}.sequence_parallel=true: needs tensor_model_parallel_size > 1, which is 1; set "
             "it to false or raise the tensor-parallel size"
+        )
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    if virtual > 1 and pipeline == 1:
+        yield (
+            f"{at}.virtual_pipeline_model_parallel_size={virtual}: needs "
+            "pipeline_model_parallel_size > 1, which is 1; set 1, or raise the pipeline size"
         )
     if role == "reward" and tensor * pipeline > 1:
         yield (

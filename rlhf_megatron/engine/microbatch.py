@@ -58,3 +58,19 @@ def make_micro_batch(
         response_rows=response_rows,
         sample_rows=rows,
     )
+
+
+def empty_micro_batch(like: MicroBatch, *, pad_to_multiple: int) -> MicroBatch:
+    """One sequence of padding without samples, with the fields and device of `like`."""
+    device = like.tokens.device
+    return MicroBatch(
+        tokens=torch.zeros(1, pad_to_multiple, dtype=torch.int64, device=device),
+        packed=pack_sequences([pad_to_multiple], device=device),
+        state_indices=like.state_indices[:0],
+        targets=like.targets[:0],
+        last_indices=like.last_indices[:0],
+        response_lengths=like.response_lengths[:0],
+        fields={name: values[:0] for name, values in like.fields.items()},
+        response_rows=like.response_rows[:0],
+        sample_rows=like.sample_rows[:0],
+    )

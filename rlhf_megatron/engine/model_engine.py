@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlhf_megatron.engine.microbatch import MicroBatch
+from rlhf_megatron.engine.microbatch import MicroBatch, empty_micro_batch
 from rlhf_megatron.engine.optimizer import (
     as_float,
     build_optimizer,
@@ -73,13 +73,13 @@ class ModelEngine:
         self.job_group = job_group
         self.optimizer_config = optimizer_config
         self.optimizer: Any = None
-        self._wrapped: Any = None
         with model.groups.active():
             if optimizer_config is None:
-                self._module = in_model_precision(model)
-                self._module.requires_grad_(False)
+                self._modules = in_model_precision(model)
+                for module in self._modules:
+                    module.requires_grad_(False)
             else:
-                self._module = self._wrapped = wrap_for_training(model)
+                self._modules = wrap_for_training(model)
                 self.reset_optimizer()
 
     @property
@@ -93,7 +93,7 @@ class ModelEngine:
         assert self.optimizer_config is not None
         with self.model.groups.active():
             self.optimizer = build_optimizer(
-                self.model, wrapped=self._wrapped, config=self.optimizer_config
+                self.model, wrapped=self._modules, config=self.optimizer_config
             )
 
     def weights_changed(self) -> None:
@@ -137,7 +137,8 @@ class ModelEngine:
                 outputs(output, micro_batch)  # its collectives span the TP ranks
             return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device), {}
 
-        self._module.eval()
+        for module in self._modules:
+            module.eval()
         with torch.no_grad():
             self._run(micro_batches, collect, forward_only=True)
         for buffer in buffers.values():
@@ -158,8 +159,9 @@ class ModelEngine:
             loss_sum = result.loss_sum + 0.0 * output.sum()
             return loss_sum, result.count.to(torch.int), {}
 
-        self._module.train()
-        self._wrapped.zero_grad_buffer()
+        for module in self._modules:
+            module.train()
+            module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(micro_batches, weighed, forward_only=False)
         set_rates(
@@ -195,13 +197,15 @@ class ModelEngine:
             return output, partial(_last_stage_loss, loss, micro_batch)
 
         groups = self.model.groups
+        micro_batches = self._filled_up(micro_batches)
+        virtual = self.model.config.virtual_pipeline_model_parallel_size
         with groups.active():
             get_forward_backward_func(
-                pp_size=groups.layout.pipeline_model_parallel_size, vp_size=None
+                pp_size=groups.layout.pipeline_model_parallel_size, vp_size=virtual
             )(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
-                model=[self._module],
+                data_iterator=[iter(micro_batches) for _ in self._modules],
+                model=self._modules,
                 num_microbatches=len(micro_batches),
                 seq_length=max(m.tokens.size(1) for m in micro_batches),
                 micro_batch_size=1,
@@ -209,6 +213,15 @@ class ModelEngine:
                 pg_collection=groups.collection,
                 **_pipeline_options(self.model),
             )
+
+    def _filled_up(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Empty micro-batches at the end make their number what the schedule can run: with virtual
+        pipeline stages a multiple of the stages."""
+        if len(self._modules) == 1:
+            return micro_batches
+        missing = -len(micro_batches) % self.model.groups.layout.pipeline_model_parallel_size
+        empty = empty_micro_batch(micro_batches[0], pad_to_multiple=self.pad_to_multiple)
+        return [*micro_batches, *[empty] * missing]
 
     def _global_metrics(self, collected: Sequence[LossResult]) -> dict[str, float]:
         """Add the metrics up over micro-batches and replicas; they are known on the last stage."""
