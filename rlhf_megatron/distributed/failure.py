@@ -35,6 +35,8 @@ class FailureChannel:
     ) -> None:
         self.rank = rank
         self.current_phase = current_phase
+        self.clean_up: Callable[[], None] = lambda: None
+        """What rank 0 does before it leaves after a failure, such as to remove unfinished files."""
         # A connection of its own: the default store's is busy while the main thread rendezvouses.
         self._store = TCPStore(
             os.environ["MASTER_ADDR"],
@@ -89,11 +91,18 @@ class FailureChannel:
         with self._leaving:  # the main thread and the watch may both arrive
             if self.rank == 0:
                 _show(failure)
+                self._clean_up()
                 self._store.set(_SHOWN, "1")
                 time.sleep(5 * POLL_SECONDS)  # rank 0 may host the store: let the others read it
             else:
                 self._wait_until_shown()
             _leave(int(failure["exit_code"]))
+
+    def _clean_up(self) -> None:
+        try:
+            self.clean_up()
+        except Exception as error:
+            logging.getLogger(__name__).error("could not clean up: %s", error)
 
     def _wait_until_shown(self) -> None:
         """A launcher kills all ranks when one leaves: rank 0 has to print first."""
