@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlhf_megatron.engine.microbatch import MicroBatch, empty_micro_batch
+from rlhf_megatron.engine.microbatch import MicroBatch, equal_micro_batches
 from rlhf_megatron.engine.optimizer import (
     as_float,
     build_optimizer,
@@ -197,12 +197,12 @@ class ModelEngine:
             return output, partial(_last_stage_loss, loss, micro_batch)
 
         groups = self.model.groups
-        micro_batches = self._filled_up(micro_batches)
+        stages = groups.layout.pipeline_model_parallel_size
         virtual = self.model.config.virtual_pipeline_model_parallel_size
+        if virtual is not None:
+            micro_batches = equal_micro_batches(micro_batches, number_multiple=stages)
         with groups.active():
-            get_forward_backward_func(
-                pp_size=groups.layout.pipeline_model_parallel_size, vp_size=virtual
-            )(
+            get_forward_backward_func(pp_size=stages, vp_size=virtual)(
                 forward_step_func=forward_step,
                 data_iterator=[iter(micro_batches) for _ in self._modules],
                 model=self._modules,
@@ -213,15 +213,6 @@ class ModelEngine:
                 pg_collection=groups.collection,
                 **_pipeline_options(self.model),
             )
-
-    def _filled_up(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Empty micro-batches at the end make their number what the schedule can run: with virtual
-        pipeline stages a multiple of the stages."""
-        if len(self._modules) == 1:
-            return micro_batches
-        missing = -len(micro_batches) % self.model.groups.layout.pipeline_model_parallel_size
-        empty = empty_micro_batch(micro_batches[0], pad_to_multiple=self.pad_to_multiple)
-        return [*micro_batches, *[empty] * missing]
 
     def _global_metrics(self, collected: Sequence[LossResult]) -> dict[str, float]:
         """Add the metrics up over micro-batches and replicas; they are known on the last stage."""

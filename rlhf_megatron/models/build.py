@@ -154,7 +154,10 @@ def transformer_config(
         # computes wrong gradient norms in silence (tests/distributed/test_models.py).
         perform_initialization=initialize,
         calculate_per_token_loss=True,
-        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        # The interleaved schedule runs micro-batches of one length (engine/microbatch.py): with two
+        # stages Megatron-Core (0.16.1, 0.19.2) would exchange the shapes of what goes forward and
+        # back between the same two ranks in another order than the tensors.
+        variable_seq_lengths=layout.pipeline_model_parallel_size > 1 and virtual == 1,
         # Unused without experts, but its default is refused beside variable lengths.
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=device.type == "cuda",
