@@ -53,6 +53,13 @@ class ImportReport:
     value_head_loaded: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What this rank read."""
+
+    bytes_read: int
+
+
 def import_hf(
     model: str | Path,
     *,
@@ -136,7 +143,7 @@ def export_sharded(
     max_shard_bytes: float,
     ranks_per_node: int,
     overwrite: bool = False,
-) -> None:
+) -> ExportReport:
     """Write a role's weights as a Hugging Face directory, on any number of ranks.
 
     A language model, or for a value model transformers' sequence classification with one label.
@@ -152,14 +159,16 @@ def export_sharded(
         check_free_space(folder, num_bytes=plan.num_bytes)
         create_files(folder, plan=plan)
 
+    def write() -> None:
+        nonlocal bytes_read
+        bytes_read = write_part(folder, plan=plan, part=part, wrote=progress.add)
+
+    bytes_read = 0
     with shared_output(output, overwrite=overwrite, group=_everyone(), what="export") as folder:
         together(create if rank == 0 else nothing, group=_everyone(), what="export")
         with Progress("writing", total_bytes=plan.num_bytes, rank=rank) as progress:
-            together(
-                lambda: write_part(folder, plan=plan, part=part, wrote=progress.add),
-                group=_everyone(),
-                what="export",
-            )
+            together(write, group=_everyone(), what="export")
+    return ExportReport(bytes_read=bytes_read)
 
 
 def _empty_model(
@@ -217,11 +226,7 @@ def _write_role(
         rank=rank,
         done_bytes=lambda: folder_bytes(target.weights),
     ):
-        together(
-            lambda: save_weights(part, directory=target.weights),
-            group=_everyone(),
-            what="checkpoint",
-        )
+        save_weights(part, directory=target.weights, group=_everyone())
 
 
 def _everyone() -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ from rlhf_megatron.checkpoint.manifest import RoleCheckpoint
 from rlhf_megatron.checkpoint.safetensors_stream import FileLayout, RegionWriter, file_layout
 from rlhf_megatron.checkpoint.sharded_files import (
     Parameter,
+    Stored,
     StoredTensor,
     audit_sharded,
     model_parameters,
@@ -151,14 +152,23 @@ def create_files(folder: Path, *, plan: ExportPlan) -> None:
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_part(folder: Path, *, plan: ExportPlan, part: Part, wrote: Callable[[int], None]) -> None:
+def write_part(folder: Path, *, plan: ExportPlan, part: Part, wrote: Callable[[int], None]) -> int:
     """Write this rank's tensors, calling `wrote` with the bytes of each write, and see them onto
-    the disk. Raises UserError for a damaged piece, OSError where it cannot be written."""
+    the disk. Returns the bytes of the pieces read. Raises UserError for a damaged piece, OSError
+    where the files cannot be written."""
+    bytes_read = 0
+
+    def read(piece: Stored) -> Tensor:
+        nonlocal bytes_read
+        value = piece.read()
+        bytes_read += value.numel() * value.element_size()
+        return value
+
     with RegionWriter() as writer:
         for file, parameter in part.work:
             path = folder / file.name
             assembled: dict[str, Tensor] = {}
-            for name, box, value in _boxes(parameter, stored=plan.stored[parameter.key]):
+            for name, box, value in _boxes(parameter, stored=plan.stored[parameter.key], read=read):
                 value = value.to(plan.dtype)
                 shape = plan.shapes[name]
                 if box.shape[1:] == shape[1:]:  # whole rows: they have one place in the file
@@ -172,9 +182,12 @@ def write_part(folder: Path, *, plan: ExportPlan, part: Part, wrote: Callable[[i
             for name, tensor in assembled.items():
                 wrote(writer.write(path, position=file.layout.starts[name], tensor=tensor))
         writer.flush()
+    return bytes_read
 
 
-def _boxes(parameter: Parameter, *, stored: StoredTensor) -> Iterator[tuple[str, Box, Tensor]]:
+def _boxes(
+    parameter: Parameter, *, stored: StoredTensor, read: Callable[[Stored], Tensor]
+) -> Iterator[tuple[str, Box, Tensor]]:
     """The logical boxes of a parameter and their values, reading each stored piece once."""
     for piece in stored.pieces:
         box = _in_parameter(piece.box, layer=parameter.layer)
@@ -186,7 +199,7 @@ def _boxes(parameter: Parameter, *, stored: StoredTensor) -> Iterator[tuple[str,
             if common is None:
                 continue
             if value is None:
-                value = piece.read()
+                value = read(piece)
                 if parameter.layer is not None:
                     value = value[parameter.layer - piece.box.start[0]]
             yield (

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     is_main_replica,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
+from rlhf_megatron.checkpoint.compat import results_in_this_process
 from rlhf_megatron.checkpoint.manifest import RoleCheckpoint
 from rlhf_megatron.checkpoint.sharded_files import audit_sharded, model_parameters, open_sharded
+from rlhf_megatron.distributed.agreement import together
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.megatron import chunk_prefix
 from rlhf_megatron.models.build import RoleModel
 
@@ -39,31 +44,23 @@ def sharded_state_dict(model: RoleModel | None) -> dict[str, Any]:
         }
 
 
-def save_weights(model: RoleModel | None, *, directory: Path) -> None:
-    """Write the weights into `directory`, which exists and is empty. Collective over the job.
+def save_weights(model: RoleModel | None, *, directory: Path, group: dist.ProcessGroup) -> None:
+    """Write the weights into `directory`, which exists and is empty. Collective over the job, which
+    `group` is.
 
-    Raises OSError where any rank could not write.
+    Raises UserError on all ranks where any could not write.
     """
-    try:
-        dist_checkpointing.save(sharded_state_dict(model), str(directory))
-    except Exception as error:
-        # Megatron-Core wraps what a writer process met: on rank 0 in a CheckpointException with
-        # the errors of all ranks, elsewhere in one without.
-        causes = [cause for cause in _causes(error) if isinstance(cause, OSError)]
-        if causes:
-            raise causes[0] from None
-        if type(error).__name__ == "CheckpointException":
-            raise OSError(f"{directory}: could not be written: {error}") from error
-        raise
 
-
-def _causes(error: BaseException) -> list[BaseException]:
-    found = [error]
-    failures = getattr(error, "failures", {})
-    found += [
-        failure[0] if isinstance(failure, tuple) else failure for failure in failures.values()
-    ]
-    return found
+    def save() -> None:
+        try:
+            with results_in_this_process():
+                dist_checkpointing.save(sharded_state_dict(model), str(directory))
+        except CheckpointException as error:
+            # Raised on all ranks alike; rank 0's holds what the writers of all ranks met.
+            found = [str(failure[0]) for failure in error.failures.values()]
+            if found:
+                raise OSError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
+    together(save, group=group, what="checkpoint")
 
 
 @torch.no_grad()
@@ -82,7 +79,11 @@ def load_weights(model: RoleModel | None, *, checkpoint: RoleCheckpoint) -> None
         parameters=model_parameters(arch, head=checkpoint.manifest.head, stored=stored),
         num_layers=arch.num_layers,
     )
-    state = dist_checkpointing.load(sharded_state_dict(model), str(directory))
+    try:
+        state = dist_checkpointing.load(sharded_state_dict(model), str(directory))
+    except CheckpointException as error:  # raised on all ranks alike
+        found = [str(failure[0]) for failure in error.failures.values()]
+        raise UserError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
     for number, chunk in enumerate(model.chunks if model else ()):
         chunk.load_state_dict(state[f"model{number}"])
     logger.info("read %s in %.1f s", directory, time.perf_counter() - start)

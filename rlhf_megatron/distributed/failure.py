@@ -7,6 +7,7 @@ Rank 0 prints the message, once, and every rank leaves with the exit code that b
 
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -124,6 +125,8 @@ def _show(failure: dict) -> None:
 
 
 def _leave(exit_code: int) -> NoReturn:
+    for child in multiprocessing.active_children():  # os._exit would leave them behind
+        child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

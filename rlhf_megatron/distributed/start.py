@@ -1,5 +1,6 @@
 """The distributed start: device, backend, rendezvous, and a clean end."""
 
+import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ def finish(exit_code: int) -> None:
     Leaves through os._exit: vLLM's and NCCL's destructors run in no useful order at interpreter
     exit (a deleted engine destroys the trainer's process group) and print alarming tracebacks.
     """
+    for child in multiprocessing.active_children():  # os._exit would leave them behind
+        child.kill()
     if dist.is_initialized():
         dist.barrier()
     sys.stdout.flush()

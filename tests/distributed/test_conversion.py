@@ -6,6 +6,8 @@ and odd numbers of layers.
 
 import ast
 import json
+import os
+from datetime import timedelta
 from pathlib import Path
 
 import plain_megatron
@@ -138,7 +140,7 @@ def convert_rank(rank, checkpoint, output, shape, role="actor"):
 
 
 def export_rank(rank, checkpoint, output, max_shard_bytes=5e9, overwrite=False):
-    convert.export_sharded(
+    report = convert.export_sharded(
         checkpoint,
         output=output,
         role=None,
@@ -146,30 +148,75 @@ def export_rank(rank, checkpoint, output, max_shard_bytes=5e9, overwrite=False):
         ranks_per_node=8,
         overwrite=overwrite,
     )
+    return report.bytes_read
+
+
+def result_of(results, steps, number, rank):
+    """What a rank's step gave: `in_worlds` lists those that it took part in."""
+    return results[sum(rank < size for size, _, _ in steps[:number])]
 
 
 def ranks_of(shape):
     return shape[0] * shape[1]
 
 
+def in_worlds(rank, steps):
+    """Run each (world size, function, arguments) on the first ranks, as a job of its own: the
+    processes are started once for all of them. Returns this rank's results."""
+    pool_size = dist.get_world_size()
+    dist.destroy_process_group()
+    found = []
+    for number, (size, function, arguments) in enumerate([*steps, (pool_size, None, ())]):
+        if rank < size:
+            join_world(rank, size=size, name=f"world{number}")
+            if function is not None:
+                found.append(function(rank, *arguments))
+                dist.barrier()
+                dist.destroy_process_group()
+    return found
+
+
+def join_world(rank, *, size, name):
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+    )
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=300),
+    )
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_round_trips_return_every_bit(sources, tmp_path, kind):
     source = sources / kind
     expected = tensors_of(source)
-    size = sum(value.numel() * value.element_size() for value in expected.values())
     role = "critic" if kind == "critic" else "actor"
     few = MODELS[kind][1].get("num_key_value_heads") == 3
+    steps = []
     for number, (first, second, exporters) in enumerate(PAIRS["3 KV heads" if few else "others"]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        read = run_ranks(ranks_of(first), import_rank, source, folder / "a", first, role)
-        assert sum(read) == size  # every byte once over all ranks
-        if number % 2 == 0:
-            run_ranks(exporters, export_rank, folder / "a", folder / "from_a", 30_000)
-            assert_same_tensors(tensors_of(folder / "from_a"), expected)
-        run_ranks(ranks_of(second), convert_rank, folder / "a", folder / "b", second, role)
-        run_ranks(exporters, export_rank, folder / "b", folder / "from_b")
-        assert_same_tensors(tensors_of(folder / "from_b"), expected)
+        at = tmp_path / str(number)
+        at.mkdir()
+        steps += [
+            (ranks_of(first), import_rank, (source, at / "a", first, role)),
+            (ranks_of(second), convert_rank, (at / "a", at / "b", second, role)),
+            (exporters, export_rank, (at / "a", at / "from_a", 30_000)),
+            (exporters, export_rank, (at / "b", at / "from_b")),
+        ]
+    results = run_ranks(6, in_worlds, steps, timeout_seconds=400)
+    for result in sorted(tmp_path.glob("*/from_*")):
+        assert_same_tensors(tensors_of(result), expected)
+    size = sum(value.numel() * value.element_size() for value in expected.values())
+    for number, (_, function, _) in enumerate(steps):
+        if function is not convert_rank:  # every byte is read once over all ranks
+            world_size = steps[number][0]
+            read = sum(result_of(results[rank], steps, number, rank) for rank in range(world_size))
+            assert read == size or (function is export_rank and read >= size)
     name, _ = MODELS[kind]
     auto = transformers.AutoModelForSequenceClassification
     auto = auto if kind == "critic" else transformers.AutoModelForCausalLM
