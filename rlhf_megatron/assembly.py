@@ -15,7 +15,7 @@ from rlhf_megatron.config import Config
 from rlhf_megatron.data.prompts import Demonstration, PromptSet, load_demonstrations, load_prompts
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.distributed.groups import GroupFactory, RoleGroups, build_role_groups
-from rlhf_megatron.distributed.start import DistributedContext
+from rlhf_megatron.distributed.start import DistributedContext, release_cached_memory
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.architecture import ModelArchitecture
@@ -330,6 +330,7 @@ def build_rollout_engine(
 ) -> RolloutEngine | None:
     """This rank's engine; None where it does not roll out. Collective over the job."""
     groups = make_engine_groups(placement.engines, device=context.device)
+    release_cached_memory(context.device)  # the engine measures what is free
     engine = None
     for replica, (ranks, group) in enumerate(zip(placement.engines, groups, strict=True)):
         if context.rank in ranks:

@@ -8,6 +8,9 @@ from rlhf_megatron import __version__
 from rlhf_megatron.errors import EXIT_BAD_INPUT
 
 TOOLS = {
+    "hf-to-megatron": "hf_to_megatron",
+    "megatron-to-hf": "megatron_to_hf",
+    "convert-checkpoint": "convert_checkpoint",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",
     "make-quickstart": "make_quickstart",

@@ -25,10 +25,12 @@ def describe(config: Config, *, world_size: int) -> str:
         ("ref", config.ref.parallel),
     ):
         layout = parallel_layout(parallel, world_size=world_size)
+        virtual = layout.virtual_pipeline_model_parallel_size
         lines.append(
             f"  {role:<8} ranks {layout.ranks[0]}-{layout.ranks[-1]}  "
             f"TP{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
-            f"DP{layout.data_parallel_size}, fastest first: {'-'.join(layout.order)}"
+            f"{f'VPP{virtual} ' if virtual > 1 else ''}DP{layout.data_parallel_size}, "
+            f"fastest first: {'-'.join(layout.order)}"
         )
     lines += ["", *_reshard(config, arch=actor, world_size=world_size)]
     return "\n".join(lines)
@@ -70,4 +72,5 @@ def _actor_layout(arch: ModelArchitecture, *, layout: ParallelLayout, rank: int)
         stage=at.pp,
         head="lm",
         fused_norms=False,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
     )

@@ -311,7 +311,7 @@ class PpoStep:
         ]
 
     def _kl_metrics(self, batch: RaggedBatch) -> dict[str, float]:
-        """kl/mean: mean over responses of the summed log-ratio to the reference, in nats."""
+        """kl/mean: mean over responses with a valid token of the summed log-ratio, in nats."""
         if "ref_logprobs" not in batch.response:
             return {}
         response = batch.response
@@ -320,10 +320,11 @@ class PpoStep:
             loss_mask=response["loss_mask"],
             response_lengths=batch.response_lengths,
         )
-        num_tokens = float((response["loss_mask"] > 0).sum())
+        valid = response["loss_mask"] > 0
+        num_responses = len(batch.sample_of_response_token[valid].unique())
         return {
-            "kl/mean": float(sums.mean()),
-            "kl/per_token": float(sums.sum()) / max(num_tokens, 1.0),
+            "kl/mean": float(sums.sum()) / max(num_responses, 1),
+            "kl/per_token": float(sums.sum()) / max(int(valid.sum()), 1),
         }
 
 

@@ -33,6 +33,7 @@ def parallel_layout(parallel: ParallelConfig, *, world_size: int) -> ParallelLay
         data_parallel_size=data,
         order=tuple(parallel.grid_order.split("-")),
         sequence_parallel=parallel.sequence_parallel,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
     )
 
 

@@ -7,13 +7,20 @@ from rlhf_megatron.errors import UserError
 METRICS_FILE = "metrics.jsonl"
 
 
+def holds_a_run(folder: Path) -> bool:
+    """Whether steps were written there; a run that failed before its first step does not count."""
+    metrics = folder / METRICS_FILE
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
 def prepare_run_folder(output_dir: str | Path, *, overwrite: bool, resolved_yaml: str) -> None:
     """Make the folder and write config.yaml; on rank 0 only.
 
     Raises UserError where the folder holds a run and `overwrite` is not set, or cannot be written.
     """
     folder = Path(output_dir)
-    if (folder / METRICS_FILE).exists():
+    aside = None
+    if holds_a_run(folder):
         if not overwrite:
             raise UserError(
                 f"run.output_dir={str(folder)!r}: holds a run already ({METRICS_FILE} exists); "
@@ -22,8 +29,9 @@ def prepare_run_folder(output_dir: str | Path, *, overwrite: bool, resolved_yaml
         number = 1
         while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
             number += 1
-        folder.rename(aside)
     try:
+        if aside is not None:
+            folder.rename(aside)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(resolved_yaml, encoding="utf-8")
     except OSError as error:

@@ -60,9 +60,10 @@ class Throughput:
         return {"_flops": float(flops)}
 
     def metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """train/throughput_tokens_per_sec: prompt and response tokens of the step over its whole
-        time; train/mfu: over the time of the training phases."""
-        seconds = metrics["time/step_seconds"]
+        """train/throughput_tokens_per_sec: prompt and response tokens of the step over its time
+        without evaluation; train/mfu: over the time of the training phases."""
+        evaluation = sum(v for k, v in metrics.items() if k.startswith("time/evaluation_"))
+        seconds = metrics["time/step_seconds"] - evaluation
         training = sum(metrics.get(f"time/{phase}_seconds", 0.0) for phase in TRAINING_PHASES)
         return {
             "train/throughput_tokens_per_sec": metrics["_tokens"] / max(seconds, 1e-9),

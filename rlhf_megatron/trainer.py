@@ -4,9 +4,12 @@ Every rank runs it alike; what rank 0 does beside is printing and writing.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from omegaconf import OmegaConf
 
 from rlhf_megatron import assembly, checks
@@ -18,13 +21,18 @@ from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.config import Config
 from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.data.loader import PromptLoader
-from rlhf_megatron.distributed.start import DistributedContext
+from rlhf_megatron.distributed.start import DistributedContext, release_cached_memory
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.evaluation import EvaluationReport, Evaluator, append_evaluation
 from rlhf_megatron.experience import Experience, ExperienceMaker
 from rlhf_megatron.models.config import OptimizerConfig
 from rlhf_megatron.observability.console import BeforeAfterLine, Console, SampleLine
-from rlhf_megatron.observability.ledger import PhaseLedger, append_ledger, merge_ledgers
+from rlhf_megatron.observability.ledger import (
+    PhaseLedger,
+    StepLedger,
+    append_ledger,
+    merge_ledgers,
+)
 from rlhf_megatron.observability.metrics import MetricsWriter
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
 from rlhf_megatron.ppo import PpoStep, UpdateReport, score_metrics, update_kl_controller
@@ -60,6 +68,7 @@ class Trainer:
         self.is_main = context.rank == 0
         self.job = context.job_group
         self.folder = Path(config.run.output_dir)
+        ledger.start_step(0)
         self.console = Console(total_steps=config.run.steps, enabled=self.is_main)
         ledger.listeners.append(self.console)
         architectures = read_architectures(config)
@@ -94,6 +103,8 @@ class Trainer:
                 actor=self.actor,
                 context=context,
             )
+            if config.ref.offload:
+                self.ref.move_weights(torch.device("cpu"))
 
         placement = assembly.place_engines(
             config, actor=self.actor.model, context=context, say=self.say
@@ -152,10 +163,9 @@ class Trainer:
     def fit(self) -> None:
         """Train `run.steps` steps, evaluate on the way, export at the end."""
         steps = self.config.run.steps
-        self.ledger.start_step(0)
         self._reshard(version=0)
-        first = self._evaluate(0)
-        last = first
+        first = last = self._evaluate(0)
+        self._write_ledger()
         for step in range(1, steps + 1):
             metrics = self.train_step(step)
             if step == steps or step % self.config.evaluation.interval_steps == 0:
@@ -179,7 +189,7 @@ class Trainer:
                 self.actor, batch=batch, plan=plan[0]
             )
         if self.ref is not None:
-            with phase("ref_log_prob"):
+            with phase("ref_log_prob"), self._on_device(self.ref):
                 batch.response["ref_logprobs"] = self.ppo.log_probs(
                     self.ref, batch=batch, plan=plan[0]
                 )
@@ -198,17 +208,19 @@ class Trainer:
             critic = self.ppo.update_critic(batch, plan=plan, learning_rate=metrics["lr/critic"])
         metrics |= critic.metrics() | {"grad_norm/critic": critic.grad_norm}
         actor = UpdateReport()
-        if step > config.ppo.critic_warmup_steps:
-            actor = self._update_actor(batch, plan=plan, step=step)
+        first_step = config.ppo.critic_warmup_steps + 1
+        if step >= first_step:
+            rate = self._rate(config.actor.optimizer, step=step, first_step=first_step)
+            actor = self._update_actor(batch, plan=plan, rate=rate, is_first=step == first_step)
             metrics |= actor.metrics() | {
                 "grad_norm/actor": actor.grad_norm,
-                "lr/actor": self._rate(config.actor.optimizer, step=step),
+                "lr/actor": rate,
                 "ppo/stopped_early": float(actor.stopped_early),
                 "ppo/optimizer_steps": float(len(actor.steps)),
             }
+            update_kl_controller(self.kl, metrics=metrics, num_samples=len(batch))
         # Before weights that are spoilt reach the engines.
         checks.check_finite(metrics, names=FINITE_METRICS)
-        update_kl_controller(self.kl, metrics=metrics, num_samples=len(batch))
         metrics |= self._reshard(version=step).metrics()
         self._show_responses(experience, step=step)
         work = self.throughput.work(
@@ -216,13 +228,14 @@ class Trainer:
         )
         return metrics | {"_tokens": float(batch.num_tokens)} | work
 
-    def _update_actor(self, batch: RaggedBatch, *, plan: list, step: int) -> UpdateReport:
-        rate = self._rate(self.config.actor.optimizer, step=step)
+    def _update_actor(
+        self, batch: RaggedBatch, *, plan: list, rate: float, is_first: bool
+    ) -> UpdateReport:
         with self.ledger.phase("update_actor"):
             report = self.ppo.update_actor(
                 batch, plan=plan, learning_rate=rate, kl_coefficient=self.kl.coefficient
             )
-        if step == self.config.ppo.critic_warmup_steps + 1 and report.steps:
+        if is_first and report.steps:
             checks.check_first_update(report.steps[0], precision=self.config.actor.precision)
         return report
 
@@ -234,21 +247,38 @@ class Trainer:
 
     def _reshard(self, *, version: int) -> SyncReport:
         with self.ledger.phase("reshard"):
+            # The engine's allocator cannot use what torch's still holds in its cache.
+            release_cached_memory(self.context.device)
             if self.engine is not None:
                 self.engine.wake(tags=["weights"])
             report = self.sync.run(version=version)
+            release_cached_memory(self.context.device)
             if self.engine is not None:
                 self.engine.wake(tags=["kv_cache"])
+        self.ledger.communication.record(
+            "reshard", num_bytes=report.own_bytes_received, seconds=report.seconds
+        )
         return report
 
-    def _rate(self, optimizer: OptimizerConfig, *, step: int) -> float:
+    @contextmanager
+    def _on_device(self, ref: ModelEngine) -> Iterator[None]:
+        """With ref.offload the reference's weights are on the device only while they are used."""
+        if not self.config.ref.offload:
+            yield
+            return
+        ref.move_weights(self.context.device)
+        yield
+        ref.move_weights(torch.device("cpu"))
+
+    def _rate(self, optimizer: OptimizerConfig, *, step: int, first_step: int = 1) -> float:
+        """The rate of a role that is updated from `first_step` on."""
         return learning_rate(
-            step - 1,
+            step - first_step,
             peak=optimizer.learning_rate,
             minimum=optimizer.minimum_learning_rate,
             schedule=optimizer.schedule,
             warmup_steps=optimizer.warmup_steps,
-            total_steps=self.config.run.steps,
+            total_steps=self.config.run.steps - first_step + 1,
         )
 
     def _warm_up(self, data: assembly.Data) -> None:
@@ -262,7 +292,6 @@ class Trainer:
             micro_batch_tokens=self.config.ppo.micro_batch_tokens,
             seed=self.config.run.seed,
         )
-        self.ledger.start_step(0)
         self.say(f"supervised warm-up: {config.steps} steps on {len(data.demonstrations)} examples")
         with self.ledger.phase("warmup"):
             for step in range(1, config.steps + 1):
@@ -285,16 +314,20 @@ class Trainer:
                 self._export(self.folder / "checkpoints" / "best", overwrite=True)
         return report
 
-    def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Gather the ledgers of all ranks; write and show the step."""
+    def _write_ledger(self) -> StepLedger:
+        """The records of all ranks since the last step."""
         ledger = merge_ledgers(gather_lists([self.ledger.finish_step()], group=self.job))
-        metrics |= ledger.metrics()
-        metrics |= self.throughput.metrics(metrics)
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("_")}
         if self.is_main:
             append_ledger(self.folder, ledger=ledger)
-            if self.writer is not None:
-                self.writer.write(step, metrics=metrics)
+        return ledger
+
+    def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write and show the step."""
+        metrics |= self._write_ledger().metrics()
+        metrics |= self.throughput.metrics(metrics)
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("_")}
+        if self.writer is not None:
+            self.writer.write(step, metrics=metrics)
             self.console.step_table(step, metrics=metrics)
 
     def _show_responses(self, experience: Experience, *, step: int) -> None:
@@ -357,17 +390,17 @@ class Trainer:
 
 def _before_after(before: list[RolloutRow], *, after: list[RolloutRow]) -> list[BeforeAfterLine]:
     """The first response to each of the first prompts, then and now."""
-    then = {row.prompt_id: row for row in before if row.sample_index == 0}
+    then = {r.prompt_id: r for r in before if r.sample_index == 0 and r.reward is not None}
     return [
         BeforeAfterLine(
             prompt=row.prompt,
             before=then[row.prompt_id].response,
-            before_reward=then[row.prompt_id].reward or 0.0,
+            before_reward=then[row.prompt_id].reward,
             after=row.response,
-            after_reward=row.reward or 0.0,
+            after_reward=row.reward,
         )
         for row in after
-        if row.sample_index == 0 and row.prompt_id in then
+        if row.sample_index == 0 and row.prompt_id in then and row.reward is not None
     ][:BEFORE_AFTER_PROMPTS]
 
 

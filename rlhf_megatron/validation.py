@@ -15,9 +15,9 @@ from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.run_folder import holds_a_run
 
 NOT_SUPPORTED_YET = {
-    "virtual_pipeline_model_parallel_size": "virtual pipeline stages are",
     "context_parallel_size": "context parallelism is",
     "expert_model_parallel_size": "expert parallelism is",
 }
@@ -108,7 +108,7 @@ def _output(config: Config) -> Iterator[str]:
     folder = Path(config.run.output_dir)
     if folder.exists() and not folder.is_dir():
         yield f"run.output_dir={folder}: is a file; give a folder"
-    elif (folder / "metrics.jsonl").exists() and not config.run.overwrite:
+    elif holds_a_run(folder) and not config.run.overwrite:
         yield (
             f"run.output_dir={folder}: already holds a run; give another folder, or set "
             "run.overwrite=true to move that run aside"
@@ -179,6 +179,12 @@ def _parallel(parallel: ParallelConfig, *, role: str, world_size: int) -> Iterat
         yield (
             f"{at}.sequence_parallel=true: needs tensor_model_parallel_size > 1, which is 1; set "
             "it to false or raise the tensor-parallel size"
+        )
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    if virtual > 1 and pipeline == 1:
+        yield (
+            f"{at}.virtual_pipeline_model_parallel_size={virtual}: needs "
+            "pipeline_model_parallel_size > 1, which is 1; set 1, or raise the pipeline size"
         )
     if role == "reward" and tensor * pipeline > 1:
         yield (

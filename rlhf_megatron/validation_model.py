@@ -75,6 +75,15 @@ def _layout(
             f"{at}.pipeline_model_parallel_size={pipeline}: must divide the {model.num_layers} "
             f"layers of {directory}; take {listed(fitting)}"
         )
+        return
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    per_stage = model.num_layers // pipeline
+    if per_stage % virtual:
+        fitting = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
+        yield (
+            f"{at}.virtual_pipeline_model_parallel_size={virtual}: must divide the {per_stage} "
+            f"layers of a stage of {directory}; take {listed(fitting)}"
+        )
 
 
 def broken_tensor_rules(size: int, *, model: ModelNumbers) -> list[str]:

@@ -30,6 +30,7 @@ class SyncReport:
 
     bytes_received: int
     bytes_minimum: int
+    own_bytes_received: int  # by this rank
     seconds: float  # of the slowest rank
 
     def metrics(self) -> dict[str, float]:
@@ -99,7 +100,10 @@ class WeightSync:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._group)
         received, minimum = totals.tolist()
         return SyncReport(
-            bytes_received=received, bytes_minimum=minimum, seconds=float(seconds.item())
+            bytes_received=received,
+            bytes_minimum=minimum,
+            own_bytes_received=stats.bytes_received,
+            seconds=float(seconds.item()),
         )
 
     def _engine_parameters(self) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import json
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,10 +30,24 @@ class Read:
     box: Box
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
 class WeightFiles(ABC):
     """Tensors by name over one or more files. `shapes` is known without reading the weights."""
 
     shapes: dict[str, tuple[int, ...]]
+    problems: list[str]
+    """Files that are missing or damaged. Empty where all can be read."""
+    lost: frozenset[str]
+    """Tensors that the index places in such files."""
+    num_bytes: int
+    """Of all tensors."""
 
     @abstractmethod
     def read(self, reads: Iterable[Read]) -> Iterator[tuple[Read, Tensor]]:
@@ -43,7 +57,8 @@ class WeightFiles(ABC):
 def open_weight_files(directory: str | Path) -> WeightFiles:
     """Safetensors where there are any, else PyTorch's `.bin` files; sharded with an index, or one.
 
-    Raises UserError listing missing, truncated or unreadable files.
+    Files that are missing, truncated or damaged are listed in `problems` of what it returns. Raises
+    UserError where there are no weights, or no readable index of them.
     """
     directory = Path(directory)
     for stem, suffix, kind in (
@@ -53,41 +68,58 @@ def open_weight_files(directory: str | Path) -> WeightFiles:
         index = directory / f"{stem}.{suffix}.index.json"
         single = directory / f"{stem}.{suffix}"
         if index.exists():
-            return kind(_read_index(index))
+            return kind(_read_index(index), index=index)
         if single.exists():
-            return kind([single])
+            return kind({single: []}, index=None)
     raise UserError(
         f"{directory}: no weights found; expected model.safetensors, pytorch_model.bin, or one of"
         " their index files with the shards beside it"
     )
 
 
-def _read_index(index: Path) -> list[Path]:
+def _read_index(index: Path) -> dict[Path, list[str]]:
+    """Files and the tensors that the index places in them."""
+    found: dict[Path, list[str]] = {}
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name, file in sorted(json.loads(index.read_text())["weight_map"].items()):
+            found.setdefault(index.parent / file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: not a readable index with a weight_map: {error!r}") from None
-    missing = [name for name in names if not (index.parent / name).exists()]
-    if missing:
-        raise UserError(f"{index}: files named in it are missing: {', '.join(missing)}")
-    return [index.parent / name for name in names]
+    return dict(sorted(found.items()))
 
 
-class _SafetensorsFiles(WeightFiles):
-    def __init__(self, paths: list[Path]) -> None:
-        self.shapes = {}
+class _Files(WeightFiles):
+    """What both kinds of files share: the pass over all of them."""
+
+    def __init__(self, files: Mapping[Path, list[str]], *, index: Path | None) -> None:
+        self.shapes, self.problems, self.num_bytes = {}, [], 0
         self._file_of: dict[str, Path] = {}
-        problems = []
-        for path in paths:
+        lost: list[str] = []
+        missing = [path.name for path in files if not path.exists()]
+        if missing:
+            self.problems.append(f"{index}: files named in it are missing: {', '.join(missing)}")
+        for path, names in files.items():
             try:
-                found = read_safetensors_header(path)
+                found = self._contents(path) if path.exists() else None
             except UserError as error:
-                problems.append(str(error))
+                self.problems.append(str(error))
+                found = None
+            if found is None:
+                lost += names
                 continue
-            self.shapes |= found
+            self.shapes |= {name: entry.shape for name, entry in found.items()}
+            self.num_bytes += sum(entry.num_bytes for entry in found.values())
             self._file_of |= dict.fromkeys(found, path)
-        if problems:
-            raise UserError("\n".join(problems))
+        self.lost = frozenset(lost)
+
+    @abstractmethod
+    def _contents(self, path: Path) -> dict[str, Entry]:
+        """The tensors of one file. Raises UserError where it is truncated or damaged."""
+
+
+class _SafetensorsFiles(_Files):
+    def _contents(self, path: Path) -> dict[str, Entry]:
+        return read_safetensors_header(path)
 
     def read(self, reads: Iterable[Read]) -> Iterator[tuple[Read, Tensor]]:
         for path, wanted in _by_file(reads, self._file_of).items():
@@ -96,14 +128,12 @@ class _SafetensorsFiles(WeightFiles):
                     yield read, file.get_slice(read.name)[read.box.slices()]
 
 
-class _TorchFiles(WeightFiles):
-    def __init__(self, paths: list[Path]) -> None:
-        self.shapes = {}
-        self._file_of: dict[str, Path] = {}
-        for path in paths:
-            found = {name: tuple(tensor.shape) for name, tensor in _load_torch(path).items()}
-            self.shapes |= found
-            self._file_of |= dict.fromkeys(found, path)
+class _TorchFiles(_Files):
+    def _contents(self, path: Path) -> dict[str, Entry]:
+        return {
+            name: Entry(tuple(tensor.shape), tensor.numel() * tensor.element_size())
+            for name, tensor in _load_torch(path).items()
+        }
 
     def read(self, reads: Iterable[Read]) -> Iterator[tuple[Read, Tensor]]:
         for path, wanted in _by_file(reads, self._file_of).items():
@@ -112,8 +142,8 @@ class _TorchFiles(WeightFiles):
                 yield read, tensors[read.name][read.box.slices()]
 
 
-def read_safetensors_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes; the file's size is checked against them.
+def read_safetensors_header(path: Path) -> dict[str, Entry]:
+    """Names, shapes and sizes; the file's size is checked against them.
 
     Format: 8 bytes little-endian length of a JSON header, the header, the data. Raises UserError
     for a truncated or damaged file.
@@ -129,11 +159,13 @@ def read_safetensors_header(path: Path) -> dict[str, tuple[int, ...]]:
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if end != size:
             raise ValueError(f"the file has {size} bytes, its header describes {end}")
+        found = {}
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             if 8 * (last - first) != prod(entry["shape"]) * _ITEM_BITS[entry["dtype"]]:
                 raise ValueError(f"the size of {name} does not fit its shape and dtype")
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+            found[name] = Entry(tuple(entry["shape"]), last - first)
+        return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise UserError(f"{path}: truncated or damaged safetensors file: {error}") from None
 

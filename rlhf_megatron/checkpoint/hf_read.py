@@ -1,7 +1,7 @@
 """Import from a Hugging Face directory: each rank reads only its own slices."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,15 +36,17 @@ def load_hf_checkpoint(
     parameters: Mapping[str, Tensor],
     arch: ModelArchitecture,
     head: Head,
+    on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> LoadReport:
     """Fill this rank's parameters, converting to their dtype. No communication.
 
-    Elements that belong to no box (vocabulary padding) become 0. Raises UserError, the same on all
-    ranks, listing every missing, unknown or wrongly shaped tensor; no parameter is touched then.
+    Elements that belong to no box (vocabulary padding) become 0. `on_read` hears of the bytes of
+    each slice. Raises UserError, the same on all ranks, listing every damaged file and every
+    missing, unknown or wrongly shaped tensor; no parameter is touched then.
     """
     start = time.perf_counter()
     files = open_weight_files(directory)
-    stored = _stored_names(files, directory=directory, arch=arch, head=head)
+    stored = audit_hf(files, directory=directory, arch=arch, head=head)
     _clear_padding(layout, parameters=parameters)
     wanted: dict[Read, list[Placement]] = {}
     for placement in layout:
@@ -54,6 +56,7 @@ def load_hf_checkpoint(
     num_bytes = 0
     for read, value in files.read(wanted):
         num_bytes += value.numel() * value.element_size()
+        on_read(value.numel() * value.element_size())
         for placement in wanted[read]:
             parameters[placement.parameter][placement.region(placement.box)].copy_(value)
     return LoadReport(
@@ -64,11 +67,14 @@ def load_hf_checkpoint(
     )
 
 
-def _stored_names(
+def audit_hf(
     files: WeightFiles, *, directory: str | Path, arch: ModelArchitecture, head: Head
 ) -> dict[str, str]:
-    """Logical name -> name in the files, after an audit of all names and shapes."""
-    problems, stored = [], {}
+    """Logical name -> name in the files, after an audit of all files, names and shapes.
+
+    Raises UserError, listing every problem.
+    """
+    problems, stored = list(files.problems), {}
     if head == "lm" and arch.head == "classification":
         problems.append("it is a sequence-classification model; a language model is needed here")
     if head == "value" and arch.head == "classification" and arch.num_labels != 1:
@@ -81,7 +87,9 @@ def _stored_names(
                 problems.append(
                     f"{name}: shape {list(files.shapes[name])}, expected {list(tensor.shape)}"
                 )
-        elif tensor.name != VALUE_HEAD or arch.head == "classification":
+        elif _find(tensor.name, among=files.lost) is None and (
+            tensor.name != VALUE_HEAD or arch.head == "classification"
+        ):
             problems.append(f"{tensor.name}: missing")
     unused = set(files.shapes) - set(stored.values()) - _may_be_ignored(arch, head=head)
     problems += [
@@ -98,7 +106,7 @@ def _stored_names(
     return stored
 
 
-def _find(name: str, *, among: Mapping[str, object]) -> str | None:
+def _find(name: str, *, among: Collection[str]) -> str | None:
     """The name, or it without "model.": backbones saved on their own lack it."""
     return next((n for n in (name, name.removeprefix("model.")) if n in among), None)
 

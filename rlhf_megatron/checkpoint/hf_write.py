@@ -1,7 +1,6 @@
 """Export to a Hugging Face directory: a reshard whose target layout is files of whole tensors."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -9,11 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.hf_config_write import write_config_files
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.checkpoint.output import shared_output
+from rlhf_megatron.distributed.agreement import nothing, together
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import LogicalTensor, RankLayout
 from rlhf_megatron.layout.cuts import whole
@@ -58,8 +59,6 @@ def export_hf(
     all ranks otherwise, or where any rank cannot write; nothing half-written is left.
     """
     output, template = Path(output_dir), Path(template_dir)
-    partial = output.with_name(f".{output.name}.partial")
-    replaced = output.with_name(f".{output.name}.replaced")
     ranks = dist.get_process_group_ranks(group)
     first = rank == ranks[0]
     shards = plan_shards(
@@ -69,25 +68,16 @@ def export_hf(
         writers=ranks,
     )
 
-    def prepare() -> None:
-        if output.exists() and not overwrite:
-            raise UserError(f"{output}: exists already; choose another path, or ask to overwrite")
-        for left_over in (partial, replaced):
-            shutil.rmtree(left_over, ignore_errors=True)
-        partial.mkdir(parents=True)
+    def write_small_files(folder: Path) -> None:
         name = str(dtype).removeprefix("torch.")
-        write_config_files(partial, template_dir=template, arch=arch, head=head, dtype=name)
+        write_config_files(folder, template_dir=template, arch=arch, head=head, dtype=name)
         if len(shards) > 1:
-            _write_index(partial, shards=shards, itemsize_bytes=dtype.itemsize)
+            _write_index(folder, shards=shards, itemsize_bytes=dtype.itemsize)
 
-    def finish() -> None:
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-    try:
-        _together(prepare if first else _nothing, group=group)
+    with shared_output(output, overwrite=overwrite, group=group, what="export") as folder:
+        together(
+            (lambda: write_small_files(folder)) if first else nothing, group=group, what="export"
+        )
         for start in range(0, len(shards), len(ranks)):
             batch = shards[start : start + len(ranks)]
             mine = next((shard for shard in batch if shard.writer == rank), None)
@@ -101,12 +91,7 @@ def export_hf(
                 device=device or _device_of(parameters, group=group),
                 bucket_bytes=bucket_bytes,
             )
-            _together(_saver(partial, mine=mine, tensors=tensors), group=group)
-        _together(finish if first else _nothing, group=group)
-    except BaseException:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+            together(_saver(folder, mine=mine, tensors=tensors), group=group, what="export")
 
 
 def plan_shards(
@@ -198,7 +183,10 @@ def _device_of(parameters: Mapping[str, Tensor], *, group: dist.ProcessGroup) ->
 def _saver(partial: Path, *, mine: Shard | None, tensors: dict[str, Tensor]) -> Callable[[], None]:
     def save() -> None:
         if mine is not None:
-            save_file(tensors, partial / mine.file_name, metadata={"format": "pt"})
+            try:
+                save_file(tensors, partial / mine.file_name, metadata={"format": "pt"})
+            except SafetensorError as error:  # what a full disk is to the library
+                raise OSError(f"{mine.file_name}: {error}") from error
 
     return save
 
@@ -213,20 +201,3 @@ def _write_index(partial: Path, *, shards: list[Shard], itemsize_bytes: int) -> 
         },
     }
     (partial / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _nothing() -> None:
-    """What the other ranks do while one works."""
-
-
-def _together(action: Callable[[], None], *, group: dist.ProcessGroup) -> None:
-    """Act, then agree: where any rank failed, all raise one UserError. Also a barrier."""
-    error = ""
-    try:
-        action()
-    except Exception as failure:  # a full disk, a missing directory, no permission
-        error = str(failure) or repr(failure)
-    errors: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
-    if any(errors):
-        raise UserError("export: " + "; ".join(dict.fromkeys(e for e in errors if e)))

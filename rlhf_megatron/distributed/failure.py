@@ -7,6 +7,7 @@ Rank 0 prints the message, once, and every rank leaves with the exit code that b
 
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -35,6 +36,8 @@ class FailureChannel:
     ) -> None:
         self.rank = rank
         self.current_phase = current_phase
+        self.clean_up: Callable[[], None] = lambda: None
+        """What rank 0 does before it leaves after a failure, such as to remove unfinished files."""
         # A connection of its own: the default store's is busy while the main thread rendezvouses.
         self._store = TCPStore(
             os.environ["MASTER_ADDR"],
@@ -58,12 +61,13 @@ class FailureChannel:
     def report(self, error: BaseException) -> NoReturn:
         """Publish this rank's error (unless another was first) and leave the process."""
         user = isinstance(error, UserError)
+        silent = user or isinstance(error, KeyboardInterrupt)
         failure = {
             "rank": self.rank,
             "phase": self.current_phase(),
             "exit_code": EXIT_BAD_INPUT if user else EXIT_FAILED,
-            "message": str(error) if user else f"{type(error).__name__}: {error}",
-            "traceback": "" if user else "".join(traceback.format_exception(error)),
+            "message": str(error) if user else f"{type(error).__name__}: {error}".rstrip(": "),
+            "traceback": "" if silent else "".join(traceback.format_exception(error)),
         }
         try:
             self._store.compare_set(_KEY, "", json.dumps(failure))
@@ -89,11 +93,18 @@ class FailureChannel:
         with self._leaving:  # the main thread and the watch may both arrive
             if self.rank == 0:
                 _show(failure)
+                self._clean_up()
                 self._store.set(_SHOWN, "1")
                 time.sleep(5 * POLL_SECONDS)  # rank 0 may host the store: let the others read it
             else:
                 self._wait_until_shown()
             _leave(int(failure["exit_code"]))
+
+    def _clean_up(self) -> None:
+        try:
+            self.clean_up()
+        except Exception as error:
+            logging.getLogger(__name__).error("could not clean up: %s", error)
 
     def _wait_until_shown(self) -> None:
         """A launcher kills all ranks when one leaves: rank 0 has to print first."""
@@ -106,7 +117,7 @@ class FailureChannel:
 def _show(failure: dict) -> None:
     if failure["traceback"]:
         print(
-            f"error: rank {failure['rank']} failed in phase {failure['phase']}: "
+            f"error: rank {failure['rank']} failed in {failure['phase']}: "
             f"{failure['message']}\n{failure['traceback']}",
             file=sys.stderr,
         )
@@ -115,6 +126,8 @@ def _show(failure: dict) -> None:
 
 
 def _leave(exit_code: int) -> NoReturn:
+    for child in multiprocessing.active_children():  # os._exit would leave them behind
+        child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

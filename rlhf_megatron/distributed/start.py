@@ -1,5 +1,6 @@
 """The distributed start: device, backend, rendezvous, and a clean end."""
 
+import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
@@ -74,13 +75,13 @@ def start(config: DistributedConfig) -> DistributedContext:
     rank, world_size = rank_from_environment(), world_size_from_environment()
     missing = [
         f"{name}: not set, though WORLD_SIZE={world_size} is; start with torchrun or srun"
-        for name in ("RANK", "LOCAL_RANK", *(() if single else ("MASTER_ADDR", "MASTER_PORT")))
-        if name not in os.environ
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ and not single
     ]
     if missing:
         raise ConfigError(missing)
     local_rank = int(os.environ["LOCAL_RANK"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
 
     device = choose_device(config.device, local_rank=local_rank)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -112,12 +113,20 @@ def start(config: DistributedConfig) -> DistributedContext:
     )
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """Give what torch's allocator holds without using it back to the GPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def finish(exit_code: int) -> None:
     """End the process after all ranks have arrived.
 
     Leaves through os._exit: vLLM's and NCCL's destructors run in no useful order at interpreter
     exit (a deleted engine destroys the trainer's process group) and print alarming tracebacks.
     """
+    for child in multiprocessing.active_children():  # os._exit would leave them behind
+        child.kill()
     if dist.is_initialized():
         dist.barrier()
     sys.stdout.flush()

@@ -1,9 +1,10 @@
 """Micro-batches: packed samples with all that a forward pass and a loss need, on the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_megatron.batch import RaggedBatch, ragged_ranges
@@ -57,4 +58,45 @@ def make_micro_batch(
         fields={name: part.response[name].to(device) for name in fields},
         response_rows=response_rows,
         sample_rows=rows,
+    )
+
+
+def equal_micro_batches(
+    micro_batches: Sequence[MicroBatch], *, number_multiple: int
+) -> list[MicroBatch]:
+    """The micro-batches with padding at their ends, so that all have as many tokens as the largest,
+    and empty ones after them to a multiple of `number_multiple`."""
+    size = max(m.tokens.size(1) for m in micro_batches)
+    missing = -len(micro_batches) % number_multiple
+    equal = [_padded(m, num_tokens=size) for m in micro_batches]
+    return equal + [_emptied(equal[0]) for _ in range(missing)]
+
+
+def _padded(micro_batch: MicroBatch, *, num_tokens: int) -> MicroBatch:
+    """Sequences of padding after the others, none longer than the longest of those."""
+    missing = num_tokens - micro_batch.tokens.size(1)
+    if not missing:
+        return micro_batch
+    full, rest = divmod(missing, micro_batch.packed.max_seqlen_q)
+    padding = [micro_batch.packed.max_seqlen_q] * full + [rest] * bool(rest)
+    return replace(
+        micro_batch,
+        tokens=F.pad(micro_batch.tokens, (0, missing)),
+        packed=pack_sequences(
+            [*micro_batch.packed.lengths, *padding], device=micro_batch.tokens.device
+        ),
+    )
+
+
+def _emptied(like: MicroBatch) -> MicroBatch:
+    """The same tokens as if they were padding: without samples."""
+    return replace(
+        like,
+        state_indices=like.state_indices[:0],
+        targets=like.targets[:0],
+        last_indices=like.last_indices[:0],
+        response_lengths=like.response_lengths[:0],
+        fields={name: values[:0] for name, values in like.fields.items()},
+        response_rows=like.response_rows[:0],
+        sample_rows=like.sample_rows[:0],
     )

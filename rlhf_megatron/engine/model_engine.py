@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlhf_megatron.engine.microbatch import MicroBatch
+from rlhf_megatron.engine.microbatch import MicroBatch, equal_micro_batches
 from rlhf_megatron.engine.optimizer import (
     as_float,
     build_optimizer,
@@ -73,13 +73,13 @@ class ModelEngine:
         self.job_group = job_group
         self.optimizer_config = optimizer_config
         self.optimizer: Any = None
-        self._wrapped: Any = None
         with model.groups.active():
             if optimizer_config is None:
-                self._module = in_model_precision(model)
-                self._module.requires_grad_(False)
+                self._modules = in_model_precision(model)
+                for module in self._modules:
+                    module.requires_grad_(False)
             else:
-                self._module = self._wrapped = wrap_for_training(model)
+                self._modules = wrap_for_training(model)
                 self.reset_optimizer()
 
     @property
@@ -93,8 +93,14 @@ class ModelEngine:
         assert self.optimizer_config is not None
         with self.model.groups.active():
             self.optimizer = build_optimizer(
-                self.model, wrapped=self._wrapped, config=self.optimizer_config
+                self.model, wrapped=self._modules, config=self.optimizer_config
             )
+
+    def move_weights(self, device: torch.device) -> None:
+        """Put the weights of a model that is not trained on the host or back on the device."""
+        assert self.optimizer is None, "a trained model's weights lie in its gradient buffers"
+        for chunk in self.model.chunks:
+            chunk.to(device)
 
     def weights_changed(self) -> None:
         """The weights were written from outside: bring the optimizer's master copies in line."""
@@ -137,7 +143,8 @@ class ModelEngine:
                 outputs(output, micro_batch)  # its collectives span the TP ranks
             return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device), {}
 
-        self._module.eval()
+        for module in self._modules:
+            module.eval()
         with torch.no_grad():
             self._run(micro_batches, collect, forward_only=True)
         for buffer in buffers.values():
@@ -158,8 +165,9 @@ class ModelEngine:
             loss_sum = result.loss_sum + 0.0 * output.sum()
             return loss_sum, result.count.to(torch.int), {}
 
-        self._module.train()
-        self._wrapped.zero_grad_buffer()
+        for module in self._modules:
+            module.train()
+            module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(micro_batches, weighed, forward_only=False)
         set_rates(
@@ -195,13 +203,15 @@ class ModelEngine:
             return output, partial(_last_stage_loss, loss, micro_batch)
 
         groups = self.model.groups
+        stages = groups.layout.pipeline_model_parallel_size
+        virtual = self.model.config.virtual_pipeline_model_parallel_size
+        if virtual is not None:
+            micro_batches = equal_micro_batches(micro_batches, number_multiple=stages)
         with groups.active():
-            get_forward_backward_func(
-                pp_size=groups.layout.pipeline_model_parallel_size, vp_size=None
-            )(
+            get_forward_backward_func(pp_size=stages, vp_size=virtual)(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
-                model=[self._module],
+                data_iterator=[iter(micro_batches) for _ in self._modules],
+                model=self._modules,
                 num_microbatches=len(micro_batches),
                 seq_length=max(m.tokens.size(1) for m in micro_batches),
                 micro_batch_size=1,

@@ -16,28 +16,30 @@ from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.models.config import OptimizerConfig
 
 
-def in_model_precision(model: RoleModel) -> Any:
-    """The GPTModel as the schedules run it: wrapped where activations are bf16."""
-    return Float16Module(model.config, model.gpt) if model.config.bf16 else model.gpt
+def in_model_precision(model: RoleModel) -> list[Any]:
+    """The chunks as the schedules run them: wrapped where activations are bf16."""
+    if not model.config.bf16:
+        return list(model.chunks)
+    return [Float16Module(model.config, chunk) for chunk in model.chunks]
 
 
-def wrap_for_training(model: RoleModel) -> DistributedDataParallel:
+def wrap_for_training(model: RoleModel) -> list[DistributedDataParallel]:
     """Gradient buffers in float32, reduced once per optimizer step as sums, not means."""
-    module = in_model_precision(model)
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=True,
     )
-    wrapped = DistributedDataParallel(
-        model.config, options, module, pg_collection=model.groups.collection
-    )
+    wrapped = [
+        DistributedDataParallel(model.config, options, chunk, pg_collection=model.groups.collection)
+        for chunk in in_model_precision(model)
+    ]
     model.config.finalize_model_grads_func = finalize_model_grads
     return wrapped
 
 
 def build_optimizer(
-    model: RoleModel, *, wrapped: DistributedDataParallel, config: OptimizerConfig
+    model: RoleModel, *, wrapped: list[DistributedDataParallel], config: OptimizerConfig
 ) -> Any:
     """Megatron-Core's distributed optimizer; the learning rate is set before each step."""
     options = MegatronOptimizerConfig(
@@ -54,7 +56,7 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(
         options,
-        [wrapped],
+        wrapped,
         config_overrides=get_standard_config_overrides(options),
         use_gloo_process_groups=False,
         pg_collection=model.groups.collection,

@@ -14,8 +14,8 @@ from rlhf_megatron.layout.hf_config import (
     eos_token_ids,
     head_of,
     num_labels_of,
-    read_rope,
 )
+from rlhf_megatron.layout.rope_config import read_rope
 from rlhf_megatron.layout.rules import Family, ModelRules
 
 
@@ -37,9 +37,13 @@ class ModelArchitecture:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    """None, or Llama 3's: factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings (and rope_type)."""
+    """None, or `rope_type` (llama3, linear or yarn) and its parameters, named as in config.json
+    (layout/rope_config.py lists them)."""
     qkv_bias: bool = False
+    qk_norm: bool = False
+    """Root-mean-square norms of each head's query and key (Qwen3)."""
+    sliding_window: int | None = None
+    """A token attends to itself and at most sliding_window - 1 tokens before it; None: to all."""
     max_position_embeddings: int = 2048
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
@@ -71,6 +75,7 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         raise UserError(
             f"{path}: model_type {config.get('model_type')!r} is not supported; known: {known}"
         )
+    config = {**family.defaults, **config}
     problems = [
         *audit_common(config),
         *family.audit(config),
@@ -100,6 +105,8 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        sliding_window=config["sliding_window"] if family.sliding_window else None,
         max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
         eos_token_ids=eos_token_ids(config, generation=generation),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),

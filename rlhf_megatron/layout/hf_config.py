@@ -1,7 +1,6 @@
 """Reading and auditing the fields of a Hugging Face config.json. Dictionaries in, problems out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 SIZES = (
@@ -32,15 +31,14 @@ _NO_EFFECT = frozenset(
         "chunk_size_feed_forward", "is_encoder_decoder", "model_max_length", "auto_map",
         "tokenizer_class", "unsloth_version", "unsloth_fixed", "finetuning_task", "max_length",
         "max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty",
+        "min_length", "min_new_tokens", "typical_p", "num_beams", "num_beam_groups", "min_p",
+        "num_return_sequences", "length_penalty", "diversity_penalty", "no_repeat_ngram_size",
+        "early_stopping", "return_dict_in_generate", "bad_words_ids", "suppress_tokens",
+        "begin_suppress_tokens", "remove_invalid_values", "max_sequence_length", "sep_token_id",
+        "task_specific_params", "prefix", "output_attentions", "output_hidden_states",
+        "output_scores", "output_logits",
     }
 )  # fmt: skip
-
-_LLAMA3_FIELDS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 
 
 def audit_common(config: Mapping[str, Any]) -> list[str]:
@@ -86,48 +84,8 @@ def audit_unknown_fields(config: Mapping[str, Any], *, known: frozenset[str]) ->
         f"{name}: {value!r} is not understood; if it does not change the model, remove it from"
         " config.json"
         for name, value in config.items()
-        if name not in _UNDERSTOOD | _NO_EFFECT | known
-        and not name.startswith(("_", "output_"))
-        and value
+        if name not in _UNDERSTOOD | _NO_EFFECT | known and not name.startswith("_") and value
     ]
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: base, Llama 3's scaling or None, and what was wrong."""
-
-    theta: float
-    scaling: dict[str, Any] | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Both spellings: transformers 5's `rope_parameters`, and `rope_theta` with `rope_scaling`."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    if not isinstance(parameters, Mapping):
-        return Rope(0.0, problems=[f"{key}: {parameters!r} is not a mapping"])
-    problems = []
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
-    if isinstance(theta, bool) or not isinstance(theta, float | int) or theta <= 0:
-        return Rope(0.0, problems=[f"rope_theta: {theta!r} must be a positive number"])
-    for source in (config, parameters):
-        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
-            problems.append(
-                f"partial_rotary_factor: {source['partial_rotary_factor']!r} is not supported;"
-                " only 1.0 is"
-            )
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type == "default":
-        return Rope(float(theta), problems=problems)
-    if rope_type != "llama3":
-        problems.append(f"{key}: type {rope_type!r} is not supported; known: default, llama3")
-        return Rope(float(theta), problems=problems)
-    problems += [f"{key}: llama3 needs {name}" for name in _LLAMA3_FIELDS if name not in parameters]
-    scaling = {"rope_type": "llama3"} | {
-        name: parameters[name] for name in _LLAMA3_FIELDS if name in parameters
-    }
-    return Rope(float(theta), scaling, problems)
 
 
 def head_of(config: Mapping[str, Any]) -> Any:

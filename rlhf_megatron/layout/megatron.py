@@ -14,8 +14,22 @@ from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.layout.rules import Rule
 from rlhf_megatron.layout.tensors import VALUE_HEAD, Head, in_layer
 
-VOCAB_PARAMETERS = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-"""The parameters that may hold padding rows."""
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+
+
+def chunk_prefix(chunk: int, *, virtual_pipeline_model_parallel_size: int) -> str:
+    """What a parameter's name begins with: "" where a rank holds one chunk, else "chunk0." etc."""
+    return f"chunk{chunk}." if virtual_pipeline_model_parallel_size > 1 else ""
+
+
+def vocab_parameters(*, virtual_pipeline_model_parallel_size: int = 1) -> frozenset[str]:
+    """Names of the parameters that may hold padding rows."""
+    size = virtual_pipeline_model_parallel_size
+    first, last = (
+        chunk_prefix(chunk, virtual_pipeline_model_parallel_size=size) for chunk in (0, size - 1)
+    )
+    return frozenset({first + _EMBEDDING, last + _OUTPUT})
 
 
 def padded_vocab_size(vocab_size: int, *, tensor_model_parallel_size: int) -> int:
@@ -27,13 +41,32 @@ def padded_vocab_size(vocab_size: int, *, tensor_model_parallel_size: int) -> in
     return -(-vocab_size // multiple) * multiple
 
 
-def stage_layers(num_layers: int, *, pipeline_model_parallel_size: int, stage: int) -> range:
-    """Global numbers of the layers of one pipeline stage."""
-    return share(num_layers, parts=pipeline_model_parallel_size, index=stage)
+def stage_layers(
+    num_layers: int,
+    *,
+    pipeline_model_parallel_size: int,
+    stage: int,
+    virtual_pipeline_model_parallel_size: int = 1,
+    chunk: int = 0,
+) -> range:
+    """Global numbers of the layers of one chunk of a pipeline stage.
+
+    Chunks are dealt out in turn, as in arXiv:2104.04473, section 2.2: the first of every stage,
+    then the second of every stage, and so on.
+    """
+    return share(
+        num_layers,
+        parts=pipeline_model_parallel_size * virtual_pipeline_model_parallel_size,
+        index=chunk * pipeline_model_parallel_size + stage,
+    )
 
 
 def megatron_problems(
-    arch: ModelArchitecture, *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
+    arch: ModelArchitecture,
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    virtual_pipeline_model_parallel_size: int = 1,
 ) -> list[str]:
     """Why the model cannot be cut this way; empty where it can."""
     tp, problems = tensor_model_parallel_size, []
@@ -50,10 +83,15 @@ def megatron_problems(
     qkv_rows = (arch.num_attention_heads + 2 * groups) * arch.head_dim
     if qkv_rows % tp:
         problems.append(f"QKV rows {qkv_rows} are no multiple of tensor parallel size {tp}")
-    if arch.num_layers % pipeline_model_parallel_size:
+    pp, virtual = pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
+    if arch.num_layers % pp:
+        problems.append(f"layers {arch.num_layers} are no multiple of pipeline parallel size {pp}")
+    elif virtual > 1 and pp == 1:
+        problems.append(f"virtual pipeline size {virtual} needs a pipeline parallel size above 1")
+    elif arch.num_layers % (pp * virtual):
         problems.append(
-            f"layers {arch.num_layers} are no multiple of pipeline parallel size"
-            f" {pipeline_model_parallel_size}"
+            f"layers {arch.num_layers} are no multiple of pipeline parallel size {pp} x virtual"
+            f" pipeline size {virtual}"
         )
     return problems
 
@@ -67,40 +105,63 @@ def megatron_rank_layout(
     stage: int,
     head: Head,
     fused_norms: bool,
+    virtual_pipeline_model_parallel_size: int = 1,
 ) -> RankLayout:
     """The layout of one rank, by GPTModel's `named_parameters()` names.
 
     `fused_norms`: the Transformer Engine layer spec; otherwise the local one. With tied embeddings
     and more than one stage the last one holds `output_layer.weight` as a second copy of the
-    embedding; a value model's `output_layer.weight` is the replicated [1, hidden] head.
+    embedding; a value model's `output_layer.weight` is the replicated [1, hidden] head. With
+    virtual stages each name begins with its chunk (`chunk_prefix`).
     """
-    tp, rules = tensor_model_parallel_size, arch.rules
-    first, last = stage == 0, stage == pipeline_model_parallel_size - 1
     placements: list[Placement] = []
+    for chunk in range(virtual_pipeline_model_parallel_size):
+        placements += _chunk_layout(
+            arch,
+            cut={"tp": tensor_model_parallel_size, "tp_rank": tp_rank},
+            part=chunk * pipeline_model_parallel_size + stage,
+            num_parts=pipeline_model_parallel_size * virtual_pipeline_model_parallel_size,
+            prefix=chunk_prefix(
+                chunk, virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size
+            ),
+            head=head,
+            fused_norms=fused_norms,
+        )
+    return tuple(placements)
 
-    def place(rule: Rule, *, prefix: str = "") -> None:
-        name = prefix + rule.megatron_name(fused_norms=fused_norms)
-        placements.extend(_place(rule, parameter=name, tp=tp, tp_rank=tp_rank))
+
+def _chunk_layout(
+    arch: ModelArchitecture,
+    *,
+    cut: dict[str, int],
+    part: int,
+    num_parts: int,
+    prefix: str,
+    head: Head,
+    fused_norms: bool,
+) -> Iterator[Placement]:
+    """One of the `num_parts` parts of the layers, with what goes before or after them."""
+    rules = arch.rules
+    first, last = part == 0, part == num_parts - 1
+
+    def place(rule: Rule, *, at: str = "") -> Iterator[Placement]:
+        name = prefix + at + rule.megatron_name(fused_norms=fused_norms)
+        return _place(rule, parameter=name, **cut)
 
     if first:
-        place(rules.embedding)
-    layers = stage_layers(
-        arch.num_layers, pipeline_model_parallel_size=pipeline_model_parallel_size, stage=stage
-    )
-    for local, layer in enumerate(layers):
+        yield from place(rules.embedding)
+    for local, layer in enumerate(share(arch.num_layers, parts=num_parts, index=part)):
         for rule in rules.layer:
-            place(in_layer(rule, layer=layer), prefix=f"decoder.layers.{local}.")
+            yield from place(in_layer(rule, layer=layer), at=f"decoder.layers.{local}.")
     if last:
-        place(rules.final_norm)
-        output = rules.output.megatron
+        yield from place(rules.final_norm)
+        output = prefix + rules.output.megatron
         if head == "value":
-            score = LogicalTensor(VALUE_HEAD, (1, arch.hidden_size))
-            placements.append(whole(score, parameter=output))
+            yield whole(LogicalTensor(VALUE_HEAD, (1, arch.hidden_size)), parameter=output)
         elif not arch.tie_word_embeddings:
-            place(rules.output)
+            yield from place(rules.output)
         elif not first:
-            placements.extend(_place(rules.embedding, parameter=output, tp=tp, tp_rank=tp_rank))
-    return tuple(placements)
+            yield from _place(rules.embedding, parameter=output, **cut)
 
 
 def megatron_layouts(
@@ -120,6 +181,7 @@ def megatron_layouts(
                 stage=at.pp,
                 head=head,
                 fused_norms=fused_norms,
+                virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             )
         layouts[rank] = shared[at.tp, at.pp]
     return layouts

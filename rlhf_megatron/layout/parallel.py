@@ -26,6 +26,8 @@ class ParallelLayout:
     data_parallel_size: int = 1
     order: tuple[str, ...] = DIMENSIONS
     sequence_parallel: bool = False
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks per rank: chunk v of stage p is part v * PP + p of the layers."""
 
     def __post_init__(self) -> None:
         assert sorted(self.order) == sorted(DIMENSIONS), self.order
@@ -34,6 +36,9 @@ class ParallelLayout:
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
             * self.data_parallel_size
+        ), self
+        assert self.virtual_pipeline_model_parallel_size == 1 or (
+            self.pipeline_model_parallel_size > 1
         ), self
 
     def size(self, dimension: str) -> int:

@@ -70,6 +70,12 @@ class Family:
     """Problems with the family's own fields of config.json."""
     fields: frozenset[str]
     """The family's own fields of config.json, which `audit` understands."""
+    defaults: Mapping[str, Any]
+    """What transformers takes for a field that config.json leaves out."""
+    qk_norm: bool = False
+    """Root-mean-square norms of each head's query and key, before the rotation."""
+    sliding_window: bool = False
+    """Whether the field `sliding_window`, where not null, holds for every layer."""
 
 
 def tensor(name: str, *shape: int) -> LogicalTensor:

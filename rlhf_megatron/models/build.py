@@ -13,11 +13,12 @@ from torch import Tensor
 from rlhf_megatron.distributed.groups import RoleGroups
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
-from rlhf_megatron.layout.megatron import megatron_rank_layout, padded_vocab_size
+from rlhf_megatron.layout.megatron import chunk_prefix, megatron_rank_layout, padded_vocab_size
 from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.models.compat import transformer_engine_imports
 from rlhf_megatron.models.heads import ValueHead, replace_output_layer
 from rlhf_megatron.models.layers import PackedRotaryEmbedding, block_spec
+from rlhf_megatron.models.rope import rope
 from rlhf_megatron.models.vocab_parallel import VocabShard
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,18 @@ class RoleModel:
     head: Head
     groups: RoleGroups
     config: TransformerConfig
-    gpt: GPTModel
+    chunks: list[GPTModel]
+    """In the order in which a token passes them; more than one with virtual pipeline stages."""
     fused_norms: bool
 
     def parameters(self) -> dict[str, Tensor]:
-        """Live parameters by GPTModel's names."""
-        return dict(self.gpt.named_parameters())
+        """Live parameters by GPTModel's names, each with its chunk before it where there are
+        several (layout.megatron.chunk_prefix)."""
+        return {
+            chunk_prefix(number, virtual_pipeline_model_parallel_size=len(self.chunks)) + name: p
+            for number, chunk in enumerate(self.chunks)
+            for name, p in chunk.named_parameters()
+        }
 
     def rank_layout(self, rank: int) -> RankLayout:
         """Where the logical tensors lie on any rank of the role."""
@@ -53,6 +60,7 @@ class RoleModel:
             stage=at.pp,
             head=self.head,
             fused_norms=self.fused_norms,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         )
 
     @property
@@ -75,9 +83,10 @@ class RoleModel:
     @property
     def output_weight(self) -> Tensor:
         """[V / t, H] weight of the language-model head, on the last stage."""
-        if self.gpt.share_embeddings_and_output_weights:
-            return self.gpt.shared_embedding_or_output_weight()
-        return self.gpt.output_layer.weight
+        last = self.chunks[-1]
+        if last.share_embeddings_and_output_weights:
+            return last.shared_embedding_or_output_weight()
+        return last.output_layer.weight
 
 
 def use_transformer_engine(layer_spec_name: str, *, device: torch.device) -> bool:
@@ -97,6 +106,7 @@ def transformer_config(
     recompute: str,
     device: torch.device,
     dtype: torch.dtype | None = None,
+    initialize: bool = True,
 ) -> TransformerConfig:
     """Megatron-Core's configuration for an architecture in a role's layout.
 
@@ -106,6 +116,7 @@ def transformer_config(
     bf16 = precision == "bf16"
     params_dtype = dtype or (torch.bfloat16 if bf16 else torch.float32)
     sequence_parallel = layout.sequence_parallel and layout.tensor_model_parallel_size > 1
+    virtual = layout.virtual_pipeline_model_parallel_size
     options: dict[str, Any] = {}
     if recompute == "full":
         options.update(
@@ -126,6 +137,9 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
+        # Sums the norms' gradients over the TP ranks, each of which has other heads.
+        qk_layernorm=arch.qk_norm,
+        softmax_scale=rope(arch).attention_factor ** 2 * arch.head_dim**-0.5,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=bf16,
@@ -133,13 +147,17 @@ def transformer_config(
         pipeline_dtype=params_dtype,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         sequence_parallel=sequence_parallel,
         use_cpu_initialization=device.type == "cpu",
         # 0.16.1 loses the tensor-parallel attributes with perform_initialization=False, and then
         # computes wrong gradient norms in silence (tests/distributed/test_models.py).
-        perform_initialization=True,
+        perform_initialization=initialize,
         calculate_per_token_loss=True,
-        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        # The interleaved schedule runs micro-batches of one length (engine/microbatch.py): with two
+        # stages Megatron-Core (0.16.1, 0.19.2) would exchange the shapes of what goes forward and
+        # back between the same two ranks in another order than the tensors.
+        variable_seq_lengths=layout.pipeline_model_parallel_size > 1 and virtual == 1,
         # Unused without experts, but its default is refused beside variable lengths.
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=device.type == "cuda",
@@ -166,9 +184,12 @@ def build_model(
     device: torch.device,
     seed: int,
     dtype: torch.dtype | None = None,
+    initialize: bool = True,
 ) -> RoleModel:
     """Build this rank's part of a model with random weights on `device`.
 
+    initialize: False leaves the weights as the memory is, for a model that is filled and saved but
+    never trained (its tensor-parallel attributes may be missing).
     head "lm" keeps the output weight without its product (models/heads.py); "value" puts a scalar
     head in its place.
     """
@@ -181,40 +202,66 @@ def build_model(
             recompute=recompute,
             device=device,
             dtype=dtype,
+            initialize=initialize,
         )
         fused = use_transformer_engine(layer_spec_name, device=device)
-        tied = arch.tie_word_embeddings and head == LM_HEAD
-        gpt = GPTModel(
-            config,
-            block_spec(
-                num_layers=arch.num_layers // groups.layout.pipeline_model_parallel_size,
-                transformer_engine=fused,
-            ),
-            vocab_size=padded_vocab_size(
-                arch.vocab_size,
-                tensor_model_parallel_size=groups.layout.tensor_model_parallel_size,
-            ),
-            max_sequence_length=arch.max_position_embeddings,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
-            parallel_output=True,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
-            pg_collection=groups.collection,
-        )
-        gpt.rotary_pos_emb = PackedRotaryEmbedding(
-            arch, device=device, cp_group=groups.collection.cp
-        )
-        if groups.is_last_stage:
-            if head == VALUE_HEAD:
-                gpt.output_layer = ValueHead(config, tp_group=groups.collection.tp)
-            else:
-                replace_output_layer(gpt)
-        gpt.to(device)
-        if dtype is not None:
-            gpt.to(dtype)
-        _zero_vocabulary_padding(gpt, arch=arch, groups=groups)
-    return RoleModel(arch=arch, head=head, groups=groups, config=config, gpt=gpt, fused_norms=fused)
+        chunks = [
+            _build_chunk(
+                arch, config=config, head=head, groups=groups, number=number, fused=fused,
+                device=device, dtype=dtype,
+            )
+            for number in range(groups.layout.virtual_pipeline_model_parallel_size)
+        ]  # fmt: skip
+    return RoleModel(
+        arch=arch, head=head, groups=groups, config=config, chunks=chunks, fused_norms=fused
+    )
+
+
+def _build_chunk(
+    arch: ModelArchitecture,
+    *,
+    config: TransformerConfig,
+    head: Head,
+    groups: RoleGroups,
+    number: int,
+    fused: bool,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> GPTModel:
+    """One of the rank's chunks: all of its part of the model but with virtual stages."""
+    layout = groups.layout
+    virtual = layout.virtual_pipeline_model_parallel_size
+    is_last = groups.is_last_stage and number == virtual - 1
+    gpt = GPTModel(
+        config,
+        block_spec(
+            arch,
+            num_layers=arch.num_layers // (layout.pipeline_model_parallel_size * virtual),
+            transformer_engine=fused,
+        ),
+        vocab_size=padded_vocab_size(
+            arch.vocab_size, tensor_model_parallel_size=layout.tensor_model_parallel_size
+        ),
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=groups.is_first_stage and number == 0,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tie_word_embeddings and head == LM_HEAD,
+        position_embedding_type="rope",
+        pg_collection=groups.collection,
+        vp_stage=number if virtual > 1 else None,
+    )
+    gpt.rotary_pos_emb = PackedRotaryEmbedding(arch, device=device, cp_group=groups.collection.cp)
+    if is_last:
+        if head == VALUE_HEAD:
+            gpt.output_layer = ValueHead(config, tp_group=groups.collection.tp)
+        else:
+            replace_output_layer(gpt)
+    gpt.to(device)
+    if dtype is not None:
+        gpt.to(dtype)
+    _zero_vocabulary_padding(gpt, arch=arch, groups=groups)
+    return gpt
 
 
 def _zero_vocabulary_padding(gpt: GPTModel, *, arch: ModelArchitecture, groups: RoleGroups) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.errors import UserError
+
 
 @cache
 def _varlen_keywords() -> frozenset[str]:
@@ -23,19 +25,23 @@ def varlen_attention(
     cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """torch's variable-length flash attention, causal: [T, H, D] x [T, G, D] -> [T, H, D].
 
+    `sliding_window`: keys that a query sees, its own among them; None for all before it.
     torch 2.10 names causality is_causal; 2.11 and later take window_size=(-1, 0).
     """
     from torch.nn.attention.varlen import varlen_attn
 
     known = _varlen_keywords()
     options: dict[str, Any] = {}
-    if "is_causal" in known:
+    if "window_size" in known:
+        options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
+    elif sliding_window is None:
         options["is_causal"] = True
     else:
-        options["window_size"] = (-1, 0)
+        raise UserError("sliding_window: needs torch 2.11 or later on a GPU; upgrade torch")
     if "scale" in known:
         options["scale"] = scale
     elif scale != query.size(-1) ** -0.5:

@@ -6,7 +6,6 @@ Megatron-Core's local layers refuse sequence parallelism (torch_norm.py:32) and 
 Shape letters: T packed tokens, H heads, G key-value heads, D head dimension.
 """
 
-import logging
 import math
 from typing import Any
 
@@ -17,14 +16,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.models.compat import varlen_attention
 from rlhf_megatron.models.packing import PackedSequences
-
-logger = logging.getLogger(__name__)
+from rlhf_megatron.models.rope import rope
 
 
 class RMSNorm(nn.Module):
@@ -43,7 +42,8 @@ class RMSNorm(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each packed sequence.
+    """Causal attention within each packed sequence: to all tokens before, or to the last
+    `sliding_window` of them, the token itself included.
 
     On a GPU in half precision: the variable-length flash kernel of torch. Elsewhere: scaled dot
     product attention over the sequences of equal length at once, so nothing is padded.
@@ -56,9 +56,12 @@ class PackedAttention(nn.Module):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        *,
+        sliding_window: int | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.sliding_window = sliding_window
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -81,6 +84,7 @@ class PackedAttention(nn.Module):
                 cu_seqlens=packed_seq_params.cu_seqlens_q,
                 max_seqlen=packed_seq_params.max_seqlen_q,
                 scale=self.scale,
+                sliding_window=self.sliding_window,
             )
         else:
             out = self._by_equal_length(q, k, v, packed_seq_params)
@@ -89,24 +93,29 @@ class PackedAttention(nn.Module):
     def _by_equal_length(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
         outs = []
         for rows in packed.equal_length_rows:  # [n, length]
+            mask = self._window_mask(rows.size(1), device=q.device)
             out = F.scaled_dot_product_attention(  # [n, heads, length, D]
                 q[rows].transpose(1, 2),
                 k[rows].transpose(1, 2),
                 v[rows].transpose(1, 2),
-                is_causal=True,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=self.scale,
                 enable_gqa=q.size(1) != k.size(1),
             )
             outs.append(out.transpose(1, 2).reshape(-1, q.size(1), q.size(2)))
         return torch.cat(outs)[packed.row_of_token]
 
+    def _window_mask(self, length: int, *, device: torch.device) -> Tensor | None:
+        """[length, length], true where a query (row) sees a key; None where all are in reach."""
+        if self.sliding_window is None or length <= self.sliding_window:
+            return None
+        every = torch.ones(length, length, dtype=torch.bool, device=device)
+        return every.tril() & every.triu(1 - self.sliding_window)
+
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles (arXiv:2104.09864) at each packed token's own position.
-
-    Frequencies are those of transformers' modeling_rope_utils for the same config: plain, or with
-    the llama3 scaling and the config's own bounds (Megatron-Core's are fixed to 1, 4 and 8192).
-    """
+    """Rotary angles (arXiv:2104.09864) at each packed token's own position."""
 
     def __init__(self, arch: ModelArchitecture, *, device: torch.device, cp_group: Any) -> None:
         super().__init__(
@@ -116,7 +125,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
             use_cpu_initialization=device.type == "cpu",
             cp_group=cp_group,
         )
-        self.inv_freq = rope_frequencies(arch).to(device)
+        self.inv_freq = rope(arch).frequencies.to(device)
 
     def get_rotary_seq_len(  # type: ignore[override]
         self,
@@ -137,25 +146,9 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-def rope_frequencies(arch: ModelArchitecture) -> Tensor:
-    """[D / 2] inverse frequencies in float32, on the CPU."""
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
-    frequencies = 1.0 / (arch.rope_theta**exponents)
-    scaling = arch.rope_scaling
-    if not scaling:
-        return frequencies
-    factor = float(scaling["factor"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    context = float(scaling["original_max_position_embeddings"])
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (context / wavelengths - low) / (high - low)
-    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
-    scaled = torch.where(wavelengths > context / low, frequencies / factor, frequencies)
-    between = (wavelengths <= context / low) & (wavelengths >= context / high)
-    return torch.where(between, blended, scaled)
-
-
-def block_spec(*, num_layers: int, transformer_engine: bool) -> TransformerBlockSubmodules:
+def block_spec(
+    arch: ModelArchitecture, *, num_layers: int, transformer_engine: bool
+) -> TransformerBlockSubmodules:
     """One pipeline stage's `num_layers` decoder layers and its final norm: Transformer Engine's
     linears and norms, or Megatron-Core's local linears with our norm; our attention core in both.
     """
@@ -163,11 +156,16 @@ def block_spec(*, num_layers: int, transformer_engine: bool) -> TransformerBlock
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-        spec = get_gpt_layer_with_transformer_engine_spec()
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
     else:
         norm = RMSNorm
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
         spec.submodules.input_layernorm = RMSNorm
         spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    attention = spec.submodules.self_attention.submodules
+    if arch.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    attention.core_attention = ModuleSpec(
+        module=PackedAttention, params={"sliding_window": arch.sliding_window}
+    )
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)

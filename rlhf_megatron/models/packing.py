@@ -21,6 +21,9 @@ class PackedSequences(PackedSeqParams):
     a host synchronisation per layer (rope_utils.py, 0.16.1:202).
     """
 
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence, [N]."""
+
     position_ids: Tensor | None = None
     """[T] int64: position of each token in its own sequence."""
 
@@ -49,6 +52,7 @@ def pack_sequences(lengths: Sequence[int], *, device: torch.device) -> PackedSeq
     cu_seqlens = torch.tensor([*starts, total], dtype=torch.int32, device=device)
     return PackedSequences(
         qkv_format="sbhd",
+        lengths=tuple(lengths),
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths),

@@ -205,9 +205,9 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]]:
         for label, cells in _ROWS.items()
     }
     held_out = [
-        (cut(key.removeprefix("eval/"), width=_NAME_WIDTH), format_number(value))
+        (cut(key.removeprefix("evaluation/"), width=_NAME_WIDTH), format_number(value))
         for key, value in metrics.items()
-        if key.startswith("eval/")
+        if key.startswith("evaluation/")
     ]
     return {label: row for label, row in {**rows, "eval": held_out}.items() if row}
 

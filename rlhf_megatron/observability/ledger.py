@@ -181,6 +181,8 @@ class PhaseLedger:
         """Name of the running phase; after an exception the phase that raised."""
         self.phase_started_seconds = time.monotonic()
         """time.monotonic() of the last entry into a phase."""
+        self.last_phase: str | None = None
+        """Name of the phase that ended last."""
         self.listeners: list[PhaseListener] = []
         self.communication = CommunicationLedger()
         self._inside = False
@@ -216,9 +218,15 @@ class PhaseLedger:
             self._inside = False
             seconds = time.monotonic() - self.phase_started_seconds
             record = self._record(name, seconds=seconds, least_peak_gb=entry.peak_gb)
-        self.current_phase = None
+        self.current_phase, self.last_phase = None, name
         for listener in self.listeners:
             listener.phase_exited(record)
+
+    def describe_position(self) -> str:
+        """Where this rank is, for a message: "rollout of step 3", "step 3, after rollout"."""
+        if self.current_phase is not None:
+            return f"{self.current_phase} of step {self.step}"
+        return f"step {self.step}, after {self.last_phase}" if self.last_phase else "setup"
 
     def finish_step(self) -> StepLedger:
         """The step's records of this rank, closed by one for the whole step."""

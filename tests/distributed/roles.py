@@ -26,6 +26,7 @@ class Shape:
     pp: int = 1
     dp: int = 1
     sp: bool = False
+    vpp: int = 1
     order: tuple[str, ...] = DIMENSIONS
 
     @property
@@ -41,10 +42,12 @@ class Shape:
             self.dp,
             order=self.order,
             sequence_parallel=self.sp,
+            virtual_pipeline_model_parallel_size=self.vpp,
         )
 
     def __str__(self) -> str:
-        name = f"tp{self.tp}pp{self.pp}dp{self.dp}{'sp' if self.sp else ''}"
+        virtual = f"vpp{self.vpp}" if self.vpp > 1 else ""
+        name = f"tp{self.tp}pp{self.pp}{virtual}dp{self.dp}{'sp' if self.sp else ''}"
         return name if self.order == DIMENSIONS else f"{name}-{'-'.join(self.order)}"
 
 

@@ -142,7 +142,7 @@ def test_a_fault_of_the_program_ends_all_ranks_with_that_rank_and_its_traceback(
     )
     done, _ = run(files, tmp_path / "run", {"reward.function": f"{files}/rewards_exit.py:reward"})
     assert done.returncode == 1, done.stderr
-    assert "error: rank 1 failed in phase reward: Stop: rank one had enough" in done.stderr
+    assert "error: rank 1 failed in reward of step 1: Stop: rank one had enough" in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1
 
 

@@ -8,7 +8,7 @@ from rlhf_megatron.distributed.cpu_platform import use_cpu_in_place_of_cuda
 from rlhf_megatron.distributed.groups import GroupFactory, build_role_groups
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.cells import coverage_problems
-from rlhf_megatron.layout.megatron import VOCAB_PARAMETERS
+from rlhf_megatron.layout.megatron import vocab_parameters
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.models.build import build_model
 
@@ -52,7 +52,7 @@ def problems_of_a_rank(rank, tp, pp):
             )
             shapes = {name: tuple(p.shape) for name, p in model.parameters().items()}
             layout = model.rank_layout(rank)
-            found += coverage_problems(layout, shapes=shapes, padded_parameters=VOCAB_PARAMETERS)
+            found += coverage_problems(layout, shapes=shapes, padded_parameters=vocab_parameters())
             names += len(shapes)
     assert names >= 8 * 6 * 2 // pp
     return found

@@ -32,6 +32,7 @@ ALL_SHAPES = [
     Shape(tp=2, sp=True),
     Shape(pp=2),
     Shape(tp=2, pp=2),
+    Shape(pp=2, vpp=2),
     Shape(dp=2),
     Shape(tp=2, pp=2, dp=2, sp=True),
 ]
@@ -42,6 +43,7 @@ LM_CASES += [
     for kind in ("one_kv_head", "tied", "qwen2")
     for shape in (Shape(tp=2, pp=2), Shape(tp=4, sp=True))
 ]
+LM_CASES += [("tied", Shape(tp=2, pp=2, vpp=2, dp=2, sp=True))]
 LM_CASES += [("llama", Shape(tp=2, pp=2, dp=2, order=("pp", "tp", "dp")))]
 
 

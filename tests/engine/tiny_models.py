@@ -13,7 +13,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 259, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "one_kv_head_tied": {"vocab_size": 61, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen2": {"vocab_size": 101, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "qwen3": {"vocab_size": 99, "num_key_value_heads": 2, "head_dim": 64},
+    "mistral": {"vocab_size": 103, "num_key_value_heads": 2, "sliding_window": 40},
+    "yarn": {
+        "vocab_size": 97,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
 }
+FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+"""kind -> prefix of transformers' classes; Llama for the others."""
 EOS = 1
 
 
@@ -30,10 +44,8 @@ def make_model(kind: str, *, seed: int) -> Any:
         "pad_token_id": 2,
         **KINDS[kind],
     }
-    if kind == "qwen2":
-        model: Any = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings))
-    else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model_class = getattr(transformers, FAMILIES.get(kind, "Llama") + "ForCausalLM")
+    model: Any = model_class(model_class.config_class(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -32,6 +32,11 @@ ARCHITECTURES = {
     "qwen2_tied_1_kv_head": small(
         family="qwen2", qkv_bias=True, tie_word_embeddings=True, num_key_value_heads=1
     ),
+    "mistral": small(family="mistral", sliding_window=5, vocab_size=97),
+    "qwen3": small(family="qwen3", qk_norm=True),
+    "qwen3_tied_1_kv_head": small(
+        family="qwen3", qk_norm=True, tie_word_embeddings=True, num_key_value_heads=1, num_layers=9
+    ),
 }
 
 
@@ -71,6 +76,7 @@ class MegatronRank:
     tp_rank: int
     pp: int
     stage: int
+    vpp: int = 1
 
 
 def megatron_oracle(
@@ -100,12 +106,22 @@ def megatron_oracle(
         return rows(np.concatenate(heads))
 
     found: Arrays = {}
+    # Deal the layers out in packets: one for each stage, then again from the first stage on.
+    packets = np.split(np.arange(arch.num_layers), at.pp * at.vpp)
+    mine = [packets[turn * at.pp + at.stage] for turn in range(at.vpp)]
+    prefixes = [f"chunk{turn}." if at.vpp > 1 else "" for turn in range(at.vpp)]
+    first_chunk, last_chunk = prefixes[0], prefixes[-1]
     if at.stage == 0:
-        found["embedding.word_embeddings.weight"] = rows(padded(state["model.embed_tokens.weight"]))
-    per_stage = arch.num_layers // at.pp
-    for local in range(per_stage):
-        hf = f"model.layers.{at.stage * per_stage + local}."
-        own = f"decoder.layers.{local}."
+        found[first_chunk + "embedding.word_embeddings.weight"] = rows(
+            padded(state["model.embed_tokens.weight"])
+        )
+    for prefix, layer, local in (
+        (prefix, layer, local)
+        for prefix, packet in zip(prefixes, mine, strict=True)
+        for local, layer in enumerate(packet)
+    ):
+        hf = f"model.layers.{layer}."
+        own = f"{prefix}decoder.layers.{local}."
         first, second = (
             ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
             if fused_norms
@@ -116,6 +132,9 @@ def megatron_oracle(
         found[own + "self_attention.linear_qkv.weight"] = qkv(hf, "weight")
         if arch.qkv_bias:
             found[own + "self_attention.linear_qkv.bias"] = qkv(hf, "bias")
+        for which in "qk" if arch.qk_norm else "":
+            norm = state[f"{hf}self_attn.{which}_norm.weight"]
+            found[f"{own}self_attention.{which}_layernorm.weight"] = norm
         for name, mine in (("self_attn.o_proj", "self_attention.linear_proj"),
                            ("mlp.down_proj", "mlp.linear_fc2")):  # fmt: skip
             whole = state[f"{hf}{name}.weight"]
@@ -123,13 +142,15 @@ def megatron_oracle(
         gate, up = (state[f"{hf}mlp.{x}_proj.weight"] for x in ("gate", "up"))
         found[own + "mlp.linear_fc1.weight"] = np.concatenate([rows(gate), rows(up)])
     if at.stage == at.pp - 1:
-        found["decoder.final_layernorm.weight"] = state["model.norm.weight"]
+        found[last_chunk + "decoder.final_layernorm.weight"] = state["model.norm.weight"]
         if head == "value":
-            found["output_layer.weight"] = state["score.weight"]
+            found[last_chunk + "output_layer.weight"] = state["score.weight"]
         elif not arch.tie_word_embeddings:
-            found["output_layer.weight"] = rows(padded(state["lm_head.weight"]))
+            found[last_chunk + "output_layer.weight"] = rows(padded(state["lm_head.weight"]))
         elif at.pp > 1:
-            found["output_layer.weight"] = rows(padded(state["model.embed_tokens.weight"]))
+            found[last_chunk + "output_layer.weight"] = rows(
+                padded(state["model.embed_tokens.weight"])
+            )
     return found
 
 
@@ -166,6 +187,9 @@ def vllm_oracle(arch: ModelArchitecture, *, state: Arrays, tp: int, tp_rank: int
             found[f"{p}self_attn.qkv_proj.{kind}"] = np.concatenate(
                 [rows(query), kv(key), kv(value)]
             )
+        for which in "qk" if arch.qk_norm else "":
+            name = f"{p}self_attn.{which}_norm.weight"
+            found[name] = state[name]
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             found[p + name] = np.split(state[p + name], tp, axis=1)[tp_rank]
         found[p + "mlp.gate_up_proj.weight"] = np.concatenate(

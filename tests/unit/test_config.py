@@ -84,12 +84,15 @@ BAD: list[tuple[list[str], list[str]]] = [
     *[
         ([f"{role}.parallel.{key}=2"], [f"{role}.parallel.{key}=2", "not supported yet", "set 1"])
         for role in ("actor", "critic", "ref", "reward")
-        for key in (
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-        )
+        for key in ("context_parallel_size", "expert_model_parallel_size")
     ],
+    (
+        ["critic.parallel.virtual_pipeline_model_parallel_size=2"],
+        [
+            "critic.parallel.virtual_pipeline_model_parallel_size=2",
+            "needs pipeline_model_parallel_size > 1",
+        ],
+    ),
     (
         ["actor.parallel.tensor_model_parallel_size=3"],
         ["actor.parallel.tensor_model_parallel_size=3", "must divide the 4 ranks", "1, 2 or 4"],

@@ -43,7 +43,7 @@ METRICS = {
     "train/throughput_tokens_per_sec": 123456.7,
     "train/mfu": 0.4123,
     "gpu/memory_active_gb": 71.2345,
-    "eval/reward_mean": 0.625,
+    "evaluation/reward_mean": 0.625,
 }
 
 

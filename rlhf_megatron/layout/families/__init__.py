@@ -1,6 +1,8 @@
 """The registry of model families, by `model_type` of config.json."""
 
-from rlhf_megatron.layout.families import llama, qwen2
+from rlhf_megatron.layout.families import llama, mistral, qwen2, qwen3
 from rlhf_megatron.layout.rules import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, qwen2.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)
+}

@@ -1,4 +1,4 @@
-"""Llama and what shares its layers, such as SmolLM2 (`model_type` "llama")."""
+"""Llama 1 to 3 and what shares their layers, such as SmolLM2 (`model_type` "llama")."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -101,4 +101,5 @@ FAMILY = Family(
     rules=rules,
     audit=audit,
     fields=frozenset({"attention_bias", "mlp_bias", "rope_interleaved", "is_llama_config"}),
+    defaults={"max_position_embeddings": 2048},
 )

@@ -30,8 +30,11 @@ def rules(arch: "ModelArchitecture") -> ModelRules:
 
 
 def audit(config: Mapping[str, Any]) -> list[str]:
-    """Sliding windows are refused where they are in use."""
+    """Sliding windows are refused where they are in use: vLLM 0.25 to 0.32 has them on all layers
+    or none (models/qwen2.py), transformers from `max_window_layers` on."""
     problems = []
+    if config.get("use_mrope"):
+        problems.append("use_mrope: true is not supported; only plain rotary positions are")
     if config.get("use_sliding_window"):
         problems.append("use_sliding_window: true is not supported; only full attention is")
     other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
@@ -46,5 +49,8 @@ FAMILY = Family(
     qkv_bias=True,
     rules=rules,
     audit=audit,
-    fields=frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}),
+    fields=frozenset(
+        {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "use_mrope"}
+    ),
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
 )
