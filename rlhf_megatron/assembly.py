@@ -17,22 +17,18 @@ from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.distributed.groups import GroupFactory, RoleGroups, build_role_groups
 from rlhf_megatron.distributed.start import DistributedContext, release_cached_memory
 from rlhf_megatron.engine.model_engine import ModelEngine
-from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.architecture import ModelArchitecture
-from rlhf_megatron.layout.boxes import RankLayout
-from rlhf_megatron.layout.hf import hf_layout
 from rlhf_megatron.layout.tensors import Head
-from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD, RoleModel, build_model
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, OptimizerConfig, ReferenceConfig
-from rlhf_megatron.reshard.engines import propose_engines
-from rlhf_megatron.resolve import parallel_layout, rollout_ranks
+from rlhf_megatron.placement import RolloutPlacement, place_engines
+from rlhf_megatron.resolve import parallel_layout
 from rlhf_megatron.rewards.function import FunctionScorer, check_arguments, load_reward_function
 from rlhf_megatron.rewards.model import ModelScorer
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.contract import RolloutEngine
-from rlhf_megatron.rollout.factory import build_engine, parse_engines, resolve_engine
+from rlhf_megatron.rollout.factory import build_engine, resolve_engine
 from rlhf_megatron.rollout.worlds import make_engine_groups
 from rlhf_megatron.weight_sync import copy_weights, role_layouts
 
@@ -279,50 +275,27 @@ def _start_weights(
     engine.weights_changed()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutPlacement:
-    """Which engines there are, and what each of their ranks holds."""
-
-    engine_name: str
-    engines: list[tuple[int, ...]]
-    layouts: dict[int, RankLayout]
-
-
-def place_engines(
+def choose_placement(
     config: Config,
     *,
     actor: RoleModel,
     context: DistributedContext,
     say: Callable[[str], None],
 ) -> RolloutPlacement:
-    """Choose engine and ranks. Raises UserError where they do not fit."""
+    """Choose engine and ranks, and say so. Raises UserError where they do not fit."""
     resolved = resolve_engine(config.rollout.engine, device=context.device)
     say(f"rollout engine: {resolved.reason}")
+    placement = place_engines(
+        config,
+        arch=actor.arch,
+        source=role_layouts(actor),
+        engine_name=resolved.name,
+        world_size=context.world_size,
+        node_of=context.node_of,
+    )
     size = config.rollout.tensor_parallel_size
-    if resolved.name == "hf":
-        shards = [hf_layout(actor.arch, head="lm")]
-        if size != 1:
-            raise ConfigError(
-                [
-                    f"rollout.tensor_parallel_size={size}: the hf engine holds a whole model on "
-                    "each rank; set it to 1, or install vLLM"
-                ]
-            )
-    else:
-        shards = [
-            vllm_rank_layout(actor.arch, tensor_parallel_size=size, tp_rank=shard)
-            for shard in range(size)
-        ]
-    ranks = rollout_ranks(config, world_size=context.world_size)
-    if config.rollout.engines == "auto":
-        engines = propose_engines(
-            role_layouts(actor), shards=shards, ranks=ranks, node_of=context.node_of
-        )
-    else:
-        engines = parse_engines(config.rollout.engines, ranks=ranks, tensor_parallel_size=size)
-    say(f"rollout: {len(engines)} engine(s) of TP{size} on ranks {engines}")
-    layouts = {rank: shards[k] for engine in engines for k, rank in enumerate(engine)}
-    return RolloutPlacement(engine_name=resolved.name, engines=engines, layouts=layouts)
+    say(f"rollout: {len(placement.engines)} engine(s) of TP{size} on ranks {placement.engines}")
+    return placement
 
 
 def build_rollout_engine(

@@ -72,6 +72,13 @@ class RaggedBatch:
         return int(self.response_lengths.sum())
 
     @property
+    def num_bytes(self) -> int:
+        """Of all tensors, fields included."""
+        fields = (*self.sample.values(), *self.response.values())
+        tensors = (self.tokens, self.prompt_lengths, self.response_lengths, *fields)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
     def cu_seqlens(self) -> Tensor:
         """Offsets of the samples in `tokens`, [B + 1]."""
         return exclusive_cumsum(self.lengths)

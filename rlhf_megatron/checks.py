@@ -1,6 +1,7 @@
 """Invariants that hold before training changes anything, and the parity of trainer and engine."""
 
 import logging
+import math
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ logger = logging.getLogger(__name__)
 
 RATIO_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 KL_TOLERANCE = {"fp32": 1e-8, "bf16": 1e-3}
-REFERENCE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
-PARITY_MAX = {"fp32": 1e-3, "bf16": 1.0}
+REFERENCE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}
+"""Of the mean difference: in bf16 two layouts may round a rare token far apart."""
+PARITY_MAX = {"fp32": 1e-3, "bf16": math.inf}
 PARITY_MEAN = {"fp32": 1e-4, "bf16": 0.05}
 
 
@@ -42,11 +44,13 @@ def check_first_update(result: StepResult, *, precision: str) -> None:
 def check_reference(batch: RaggedBatch, *, precision: str) -> None:
     """Before any update the actor is the reference. Raises InvariantError."""
     response = batch.response
-    worst = _largest((response["old_logprobs"] - response["ref_logprobs"]).abs())
-    if not worst <= REFERENCE_TOLERANCE[precision]:  # NaN is a breach
+    difference = (response["old_logprobs"] - response["ref_logprobs"]).abs()
+    mean = float(difference.double().mean()) if len(difference) else 0.0
+    if not mean <= REFERENCE_TOLERANCE[precision]:  # NaN is a breach
         raise InvariantError(
-            f"before any update actor and reference log-probs differ by {worst:.3g}, must be within"
-            f" {REFERENCE_TOLERANCE[precision]}: their weights, layouts or precisions disagree"
+            f"before any update actor and reference log-probs differ by {mean:.3g} on average, "
+            f"must be within {REFERENCE_TOLERANCE[precision]}: their weights, layouts or "
+            "precisions disagree"
         )
 
 

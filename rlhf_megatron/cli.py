@@ -49,7 +49,11 @@ def train(arguments: Sequence[str]) -> int:
     """Split off --nproc-per-node and start that many ranks."""
     from rlhf_megatron.launcher import launch, training_command
 
-    rest = list(arguments)
+    rest = [
+        part
+        for word in arguments
+        for part in (word.split("=", 1) if word.startswith("--nproc-per-node=") else (word,))
+    ]
     num_processes = 1
     if "--nproc-per-node" in rest:
         at = rest.index("--nproc-per-node")

@@ -3,15 +3,13 @@
 from rlhf_megatron.architectures import read_architectures
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
-from rlhf_megatron.layout.boxes import RankLayout
-from rlhf_megatron.layout.megatron import megatron_rank_layout
-from rlhf_megatron.layout.parallel import ParallelLayout
-from rlhf_megatron.layout.vllm import vllm_rank_layout
-from rlhf_megatron.reshard.engines import propose_engines
+from rlhf_megatron.layout.megatron import megatron_layouts
+from rlhf_megatron.placement import place_engines
 from rlhf_megatron.reshard.plan import bytes_minimum
-from rlhf_megatron.resolve import describe_batch, parallel_layout, rollout_ranks
+from rlhf_megatron.resolve import describe_batch, parallel_layout
 
 GPUS_PER_NODE = 8
+MOST_ENGINES_SHOWN = 8
 BYTES_PER_PARAMETER = {"bf16": 2, "fp32": 4}
 
 
@@ -19,11 +17,10 @@ def describe(config: Config, *, world_size: int) -> str:
     """The report of --dry-run. Raises ConfigError where the model does not fit the layouts."""
     actor = read_architectures(config).actor
     lines = [describe_batch(config, world_size=world_size), "", "roles:"]
-    for role, parallel in (
-        ("actor", config.actor.parallel),
-        ("critic", config.critic.parallel),
-        ("ref", config.ref.parallel),
-    ):
+    roles = [("actor", config.actor.parallel), ("critic", config.critic.parallel)]
+    if config.ppo.kl.place != "off":
+        roles.append(("ref", config.ref.parallel))
+    for role, parallel in roles:
         layout = parallel_layout(parallel, world_size=world_size)
         virtual = layout.virtual_pipeline_model_parallel_size
         lines.append(
@@ -37,40 +34,32 @@ def describe(config: Config, *, world_size: int) -> str:
 
 
 def _reshard(config: Config, *, arch: ModelArchitecture, world_size: int) -> list[str]:
-    """Bytes that each weight sync moves, at the layouts' minimum."""
-    layout = parallel_layout(config.actor.parallel, world_size=world_size)
-    size = config.rollout.tensor_parallel_size
-    source = {rank: _actor_layout(arch, layout=layout, rank=rank) for rank in layout.ranks}
-    shards = [
-        vllm_rank_layout(arch, tensor_parallel_size=size, tp_rank=shard) for shard in range(size)
-    ]
-    engines = propose_engines(
-        source,
-        shards=shards,
-        ranks=rollout_ranks(config, world_size=world_size),
-        node_of=lambda rank: rank // GPUS_PER_NODE,
-    )
-    target = {rank: shards[k] for engine in engines for k, rank in enumerate(engine)}
-    received = bytes_minimum(
-        source, target, itemsize_bytes=BYTES_PER_PARAMETER[config.actor.precision]
-    )
-    mean = sum(received.values()) / len(received)
-    return [
-        f"reshard: {len(engines)} engines of TP{size}; the first: ranks {engines[0]}",
-        f"  each sync receives {mean / 1e9:.3f} GB per rank (most "
-        f"{max(received.values()) / 1e9:.3f} GB), {sum(received.values()) / 1e9:.3f} GB in all",
-    ]
-
-
-def _actor_layout(arch: ModelArchitecture, *, layout: ParallelLayout, rank: int) -> RankLayout:
-    at = layout.coordinates(rank)
-    return megatron_rank_layout(
+    """The engines, and the bytes that each weight sync moves at the layouts' minimum."""
+    source = megatron_layouts(
         arch,
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        tp_rank=at.tp,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        stage=at.pp,
+        parallel=parallel_layout(config.actor.parallel, world_size=world_size),
         head="lm",
         fused_norms=False,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
     )
+    placement = place_engines(
+        config,
+        arch=arch,
+        source=source,
+        engine_name="hf" if config.rollout.engine == "hf" else "vllm",
+        world_size=world_size,
+        node_of=lambda rank: rank // GPUS_PER_NODE,
+    )
+    received = bytes_minimum(
+        source, placement.layouts, itemsize_bytes=BYTES_PER_PARAMETER[config.actor.precision]
+    )
+    mean = sum(received.values()) / len(received)
+    shown = placement.engines[:MOST_ENGINES_SHOWN]
+    more = len(placement.engines) - len(shown)
+    return [
+        f"rollout: {len(placement.engines)} {placement.engine_name} engines of "
+        f"TP{config.rollout.tensor_parallel_size} (nodes of {GPUS_PER_NODE} ranks):",
+        *(f"  ranks {','.join(map(str, engine))}" for engine in shown),
+        *([f"  and {more} more"] if more > 0 else []),
+        f"reshard: each sync receives {mean / 1e9:.3f} GB per rank (most "
+        f"{max(received.values()) / 1e9:.3f} GB), {sum(received.values()) / 1e9:.3f} GB in all",
+    ]

@@ -11,6 +11,7 @@ from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.data.exchange import gather_batch, gather_lists, share_out
 from rlhf_megatron.data.prompts import PromptRow
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.distributed.groups import RoleGroups
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.observability.ledger import PhaseLedger
 from rlhf_megatron.observability.rollouts import RolloutRow
@@ -38,10 +39,13 @@ class ExperienceMaker:
         tokenizer: Tokenizer,
         scorer: Scorer,
         on_error: str,
+        reward: RoleGroups,
         rank: int,
         job_group: dist.ProcessGroup,
+        device: torch.device,
         ledger: PhaseLedger,
     ) -> None:
+        self._reward, self._rank, self._device = reward, rank, device
         self._engine, self._engines = engine, list(engines)
         self._tokenizer, self._scorer, self._on_error = tokenizer, scorer, on_error
         self._group, self._ledger = job_group, ledger
@@ -61,12 +65,12 @@ class ExperienceMaker:
         """Collective over the job. `prefix` names the phases ("evaluation_" in an evaluation)."""
         with self._ledger.phase(f"{prefix}rollout"):
             part = self._generate(rows, sampling=sampling, step=step)
+            batch = gather_batch(part, group=self._group)
+            others = batch.num_bytes - (part.num_bytes if part is not None else 0)
+            self._ledger.communication.record("exchange", num_bytes=others, seconds=0.0)
         with self._ledger.phase(f"{prefix}reward"):
             by_id = {row.prompt_id: row for row in rows}
-            failed: list[ScoringFailure] = []
-            if part is not None:
-                failed = self._score(part, by_id=by_id)
-            batch = gather_batch(part, group=self._group)
+            failed = self._score(batch, by_id=by_id)
             dropped = gather_lists(failed, group=self._group)
             table = self._rows(batch, by_id=by_id)
             kept = (~torch.isnan(batch.sample["rewards"])).nonzero()[:, 0]
@@ -90,14 +94,19 @@ class ExperienceMaker:
             Prompt(prompt_id=rows[i].prompt_id, token_ids=tuple(rows[i].token_ids)) for i in mine
         ]
         batch = self._engine.generate(prompts, sampling=sampling, step=step)
-        # Every rank of an engine holds all its responses; each scores and hands on a share.
+        # Every rank of an engine holds all its responses; each hands on a share.
         shard = share_out(len(batch), part=self._shard, num_parts=len(self._engine.ranks))
         return batch.select(list(shard))
 
     def _score(self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]) -> list[ScoringFailure]:
-        """Adds `rewards` to the batch, NaN where a sample is dropped."""
+        """Adds `rewards` to the batch, NaN where a sample is dropped; returns this rank's failures.
+
+        The ranks of the reward role share the samples, whichever engine they came from.
+        """
+        ranks = self._reward.layout.ranks
+        mine = share_out(len(batch), part=ranks.index(self._rank), num_parts=len(ranks))
         samples = []
-        for index in range(len(batch)):
+        for index in mine:
             row = by_id[int(batch.sample["prompt_ids"][index])]
             samples.append(
                 ScoringInput(
@@ -110,7 +119,10 @@ class ExperienceMaker:
                 )
             )
         scores = score_batch(samples, scorer=self._scorer, on_error=self._on_error)
-        batch.sample["rewards"] = scores.rewards
+        rewards = torch.zeros(len(batch), device=self._device)
+        rewards[list(mine)] = scores.rewards.to(self._device)
+        dist.all_reduce(rewards, group=self._group)
+        batch.sample["rewards"] = rewards.cpu()
         return scores.failed
 
     def _rows(self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]) -> list[RolloutRow]:

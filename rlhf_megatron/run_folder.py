@@ -3,14 +3,7 @@
 from pathlib import Path
 
 from rlhf_megatron.errors import UserError
-
-METRICS_FILE = "metrics.jsonl"
-
-
-def holds_a_run(folder: Path) -> bool:
-    """Whether steps were written there; a run that failed before its first step does not count."""
-    metrics = folder / METRICS_FILE
-    return metrics.exists() and metrics.stat().st_size > 0
+from rlhf_megatron.validation import METRICS_FILE, holds_a_run
 
 
 def prepare_run_folder(output_dir: str | Path, *, overwrite: bool, resolved_yaml: str) -> None:

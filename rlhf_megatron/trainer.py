@@ -106,7 +106,7 @@ class Trainer:
             if config.ref.offload:
                 self.ref.move_weights(torch.device("cpu"))
 
-        placement = assembly.place_engines(
+        placement = assembly.choose_placement(
             config, actor=self.actor.model, context=context, say=self.say
         )
         self.engine = assembly.build_rollout_engine(config, placement=placement, context=context)
@@ -134,8 +134,10 @@ class Trainer:
             tokenizer=data.tokenizer,
             scorer=scorer,
             on_error=config.reward.on_error,
+            reward=groups.reward,
             rank=context.rank,
             job_group=self.job,
+            device=context.device,
             ledger=ledger,
         )
         self.evaluator: Evaluator | None = None
@@ -390,18 +392,22 @@ class Trainer:
 
 def _before_after(before: list[RolloutRow], *, after: list[RolloutRow]) -> list[BeforeAfterLine]:
     """The first response to each of the first prompts, then and now."""
-    then = {r.prompt_id: r for r in before if r.sample_index == 0 and r.reward is not None}
-    return [
-        BeforeAfterLine(
-            prompt=row.prompt,
-            before=then[row.prompt_id].response,
-            before_reward=then[row.prompt_id].reward,
-            after=row.response,
-            after_reward=row.reward,
+    then = {row.prompt_id: row for row in before if row.sample_index == 0}
+    lines = []
+    for row in after:
+        old = then.get(row.prompt_id)
+        if row.sample_index or old is None or old.reward is None or row.reward is None:
+            continue  # dropped then or now
+        lines.append(
+            BeforeAfterLine(
+                prompt=row.prompt,
+                before=old.response,
+                before_reward=old.reward,
+                after=row.response,
+                after_reward=row.reward,
+            )
         )
-        for row in after
-        if row.sample_index == 0 and row.prompt_id in then and row.reward is not None
-    ][:BEFORE_AFTER_PROMPTS]
+    return lines[:BEFORE_AFTER_PROMPTS]
 
 
 def _where_to_look(folder: Path, *, exported: bool, best: Best | None) -> str:

@@ -15,12 +15,19 @@ from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
-from rlhf_megatron.run_folder import holds_a_run
 
 NOT_SUPPORTED_YET = {
     "context_parallel_size": "context parallelism is",
     "expert_model_parallel_size": "expert parallelism is",
 }
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether steps were written there; a run that failed before its first step does not count."""
+    metrics = folder / METRICS_FILE
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def load_and_validate(

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.config import ParallelConfig
+from rlhf_megatron.layout.vllm import padded_vocab_size
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
 from rlhf_megatron.validation import listed
 
@@ -55,6 +56,12 @@ def validate_model(
         model=actor,
         directory=config.actor.model,
     )
+    if padded_vocab_size(actor.vocab_size) % rollout_size:
+        problems.append(
+            f"rollout.tensor_parallel_size={rollout_size}: must divide the vocabulary of "
+            f"{config.actor.model}, which vLLM pads to {padded_vocab_size(actor.vocab_size)}; take "
+            "a power of 2"
+        )
     return [*problems, *_lengths(config, models=models), *_vocabularies(config, models=models)]
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.layout.boxes import RankLayout
+from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.reshard.config import ReshardConfig
@@ -20,8 +21,10 @@ Layouts = Mapping[int, RankLayout]
 
 
 def role_layouts(model: RoleModel) -> dict[int, RankLayout]:
-    """Where the role's weights lie, on all its ranks."""
-    return {rank: model.rank_layout(rank) for rank in model.groups.layout.ranks}
+    """Where the role's weights lie, on all its ranks; replicas share one layout object."""
+    return megatron_layouts(
+        model.arch, parallel=model.groups.layout, head=model.head, fused_norms=model.fused_norms
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +139,12 @@ def copy_weights(
     A value head, which a language model does not have, keeps what it holds.
     """
     held = {t.name for t in logical_tensors(source.arch, head=source.head)}
-    wanted = {
-        r: tuple(p for p in layout if p.tensor in held)
-        for r, layout in role_layouts(target).items()
+    layouts = role_layouts(target)
+    # Filtered once per layout object: the planner treats ranks that share one alike.
+    shared = {
+        id(layout): tuple(p for p in layout if p.tensor in held) for layout in layouts.values()
     }
+    wanted = {r: shared[id(layout)] for r, layout in layouts.items()}
     dtype = target.config.params_dtype
     plan = make_plan(
         role_layouts(source),

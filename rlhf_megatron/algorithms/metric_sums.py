@@ -12,7 +12,7 @@ class MetricSums:
 
     `sums[name]` is [2] float64, (sum, count): adding them over parts and dividing gives the exact
     mean of the whole. `maxima[name]` is a float64 scalar. A part without tokens has the same names,
-    with zeros, so that tensors stacked in the order of the names line up on all ranks.
+    with zeros, so that the names are the same on all ranks.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -37,20 +37,6 @@ class MetricSums:
             self.sums[name] = self.sums[name] + pair
         for name, value in other.maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], value)
-
-    def stacked_sums(self) -> Tensor:
-        """[number of names, 2] in the order of the names, to be all-reduced by sum."""
-        return torch.stack([self.sums[name] for name in sorted(self.sums)])
-
-    def stacked_maxima(self) -> Tensor:
-        """[number of names] in the order of the names, to be all-reduced by max."""
-        return torch.stack([self.maxima[name] for name in sorted(self.maxima)])
-
-    def load_stacked(self, *, sums: Tensor, maxima: Tensor | None = None) -> None:
-        """Put reduced tensors, as the two methods above gave them, in place of the own figures."""
-        self.sums = dict(zip(sorted(self.sums), sums, strict=True))
-        if maxima is not None:
-            self.maxima = dict(zip(sorted(self.maxima), maxima, strict=True))
 
     def means(self) -> dict[str, float]:
         """sum / count of each name, 0 where nothing was counted, and the maxima."""

@@ -25,8 +25,12 @@ def gather_batch(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> Ragge
     dist.all_gather_object(parts, part, group=group)
     if os.environ.get("RLHF_MEGATRON_DEBUG") == "1":
         shapes = [None if p is None else (len(p), p.num_tokens) for p in parts]
-        milliseconds = 1e3 * (time.perf_counter() - started)
-        logger.debug("exchange: (samples, tokens) by rank %s, %.2f ms", shapes, milliseconds)
+        logger.debug(
+            "exchange all_gather_object: (samples, tokens) by rank %s, %d bytes, %.3f ms",
+            shapes,
+            sum(p.num_bytes for p in parts if p is not None),
+            1e3 * (time.perf_counter() - started),
+        )
     filled = [p for p in parts if p is not None and len(p) > 0]
     assert filled, "no rank has any sample"
     return concatenate(filled).sorted_by_prompt()

@@ -5,6 +5,8 @@ Shape letters: T packed tokens, N sequences.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,29 +29,38 @@ class PackedSequences(PackedSeqParams):
     position_ids: Tensor | None = None
     """[T] int64: position of each token in its own sequence."""
 
-    equal_length_rows: tuple[Tensor, ...] = ()
-    """Rows of the sequences of one length each, [n, length]: what attention by SDPA works on."""
+    @cached_property
+    def equal_length_rows(self) -> tuple[Tensor, ...]:
+        """Rows of the sequences of one length each, [n, length]: what attention by SDPA works on.
 
-    row_of_token: Tensor | None = None
-    """[T] int64: place of each token in the concatenation of `equal_length_rows`."""
+        Made when first asked for: the variable-length kernels do without.
+        """
+        assert self.position_ids is not None
+        begins_by_length: dict[int, list[int]] = {}
+        begin = 0
+        for length in self.lengths:
+            begins_by_length.setdefault(length, []).append(begin)
+            begin += length
+        return tuple(
+            (torch.tensor(begins)[:, None] + torch.arange(length)[None, :]).to(
+                self.position_ids.device
+            )
+            for length, begins in begins_by_length.items()
+        )
+
+    @cached_property
+    def row_of_token(self) -> Tensor:
+        """[T] int64: place of each token in the concatenation of `equal_length_rows`."""
+        order = torch.cat([rows.flatten() for rows in self.equal_length_rows])
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return places
 
 
 def pack_sequences(lengths: Sequence[int], *, device: torch.device) -> PackedSequences:
     """Describe sequences of the given lengths, one after the other in a row."""
-    starts, total = [], 0
-    by_length: dict[int, list[int]] = {}
-    for length in lengths:
-        starts.append(total)
-        by_length.setdefault(length, []).append(total)
-        total += length
-    rows = tuple(
-        torch.tensor(begins)[:, None] + torch.arange(length)[None, :]
-        for length, begins in by_length.items()
-    )
-    order = torch.cat([r.flatten() for r in rows])
-    row_of_token = torch.empty(total, dtype=torch.int64)
-    row_of_token[order] = torch.arange(total)
-    cu_seqlens = torch.tensor([*starts, total], dtype=torch.int32, device=device)
+    ends = list(accumulate(lengths))
+    cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32, device=device)
     return PackedSequences(
         qkv_format="sbhd",
         lengths=tuple(lengths),
@@ -58,6 +69,4 @@ def pack_sequences(lengths: Sequence[int], *, device: torch.device) -> PackedSeq
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         position_ids=torch.cat([torch.arange(n) for n in lengths]).to(device),
-        equal_length_rows=tuple(r.to(device) for r in rows),
-        row_of_token=row_of_token.to(device),
     )

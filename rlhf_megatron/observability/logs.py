@@ -40,7 +40,7 @@ def setup_logging(output_dir: str | Path, *, rank: int) -> logging.Logger:
         handler.set_name(_HANDLER_NAME)
         logger.addHandler(handler)
     python_warnings.addHandler(handlers[0])
-    debug = os.environ.get("RLHF_MEGATRON_DEBUG", "0") not in ("", "0")
+    debug = os.environ.get("RLHF_MEGATRON_DEBUG") == "1"
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
     # vLLM and Megatron-Core put handlers on the root logger, which would print everything again.
     logger.propagate = False

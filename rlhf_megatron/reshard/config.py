@@ -23,8 +23,8 @@ class ParityConfig:
     """Agreement of trainer and rollout engine on the log-probs of the sampled tokens."""
 
     logprob_abs_diff_max: float = number(0.0, minimum=0)
-    """Largest |trainer - engine| log-prob of a sampled token. 0 (default): 1e-3 in float32 and 1.0
-    in bf16, where a rare token may differ much."""
+    """Largest |trainer - engine| log-prob of a sampled token. 0 (default): 1e-3 in float32, and no
+    bound in bf16, where a rare token may differ much (the mean is bounded)."""
 
     logprob_abs_diff_mean: float = number(0.0, minimum=0)
     """Largest mean of the same. 0 (default): 1e-4 in float32 and 0.05 in bf16."""

@@ -133,8 +133,8 @@ class Resharder:
         if self._debug:
             self._synchronize()
             logger.info(
-                "reshard all_to_all_single bucket %d of %d: rank %d sent %d bytes in %d transfers,"
-                " received %d bytes in %d, %.3f ms",
+                "reshard all_to_all_single bucket %d of %d: rank %d sent shape [%d], as many bytes,"
+                " in %d transfers, received shape [%d] in %d, %.3f ms",
                 number + 1,
                 len(self._exchanges),
                 self._rank,

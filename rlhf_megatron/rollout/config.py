@@ -57,9 +57,6 @@ class RolloutConfig:
     results do not depend on the number of engines. engine: one seed per engine replica, cheaper
     where the engine's per-request generators cost too much."""
 
-    weights: str = choice("reshard")
-    """How engines get the actor's weights. Only "reshard" (in place, by collectives)."""
-
     kv_cache_memory_gb: float = number(0.0, minimum=0)
     """KV cache of one rank in 10^9 bytes. 0 (default): on a GPU what gpu_memory_utilization
     leaves, on a CPU the room for max_num_seqs full-length sequences."""

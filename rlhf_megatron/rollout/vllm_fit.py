@@ -195,7 +195,7 @@ def ready_for_llm(group: dist.ProcessGroup, *, device: torch.device) -> Iterator
             stack.enter_context(torch_kept_whole())
             stack.enter_context(plain_cpu_linears())
             stack.enter_context(own_shared_memory(job[0]))
-        stack.enter_context(as_world(group, local_rank=group.rank() if on_cpu else None))
+        stack.enter_context(as_world(group, local_rank=group.rank() if on_cpu else device.index))
         yield
 
 

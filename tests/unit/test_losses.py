@@ -277,7 +277,8 @@ def test_a_micro_batch_without_valid_tokens_is_zero_and_differentiable(aggregati
     assert float(critic.loss_sum.detach()) == 0 and not values.grad.any()
     assert set(loss.metrics.means().values()) == {0.0}
     full = Case(2).policy(config).metrics
-    assert full.stacked_sums().shape == loss.metrics.stacked_sums().shape
+    assert full.sums.keys() == loss.metrics.sums.keys()
+    assert full.maxima.keys() == loss.metrics.maxima.keys()
 
 
 def test_garbage_at_masked_tokens_reaches_neither_loss_nor_gradient():
@@ -346,12 +347,14 @@ def test_explained_variance():
     assert explained_variance(torch.zeros(0), returns=torch.zeros(0), mask=torch.zeros(0)) == 0.0
 
 
-def test_metric_sums_survive_a_reduction_over_ranks():
+def test_metric_sums_add_up_over_parts():
     first, second = (Case(seed).policy(PpoConfig()).metrics for seed in (1, 2))
-    sums = first.stacked_sums() + second.stacked_sums()
-    maxima = torch.maximum(first.stacked_maxima(), second.stacked_maxima())
     merged = MetricSums(dict(first.sums), dict(first.maxima))
     merged.merge(second)
-    first.load_stacked(sums=sums, maxima=maxima)
-    assert first.means() == merged.means()
+    name = "ppo/entropy"
+    total, count = (first.sums[name] + second.sums[name]).tolist()
+    assert merged.means()[name] == pytest.approx(total / count)
+    assert merged.means()["ppo/ratio_max"] == max(
+        float(part.maxima["ppo/ratio_max"]) for part in (first, second)
+    )
     assert not any(tensor.requires_grad for tensor in merged.sums.values())

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_megatron.distributed.seeds import seed_everything
 from rlhf_megatron.rollout.seeds import (
     engine_seed,
     preserved_generators,
     request_seed,
-    seed_everything,
 )
 
 NUMBERS = st.integers(min_value=0, max_value=2**40)
