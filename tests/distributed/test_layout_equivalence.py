@@ -30,6 +30,7 @@ CASES = [
     Case(name="tp2", actor=Shape(tp=2)),
     Case(name="tp2sp", actor=Shape(tp=2, sp=True)),
     Case(name="pp2", actor=Shape(pp=2)),
+    Case(name="pp2vpp2", actor=Shape(pp=2, vpp=2)),
     Case(name="tp2pp2", actor=Shape(tp=2, pp=2)),
     Case(name="dp2", actor=Shape(dp=2)),
     Case(name="tp2pp2dp2", actor=EIGHT),
@@ -38,7 +39,9 @@ CASES = [
     Case(name="micro_batch_of_1", changes={"micro_batch_samples": 1}),
     Case(name="micro_batch_of_4", changes={"micro_batch_samples": 4}),
     Case(name="one_packed_micro_batch", changes={"micro_batch_tokens": 10_000}),
-    Case(name="micro_batch_of_1_pp2dp2", actor=Shape(pp=2, dp=2), changes={"micro_batch_samples": 1}),
+    Case(
+        name="micro_batch_of_1_pp2dp2", actor=Shape(pp=2, dp=2), changes={"micro_batch_samples": 1}
+    ),
 ]
 
 

@@ -488,6 +488,18 @@ def model_problems(*overrides: str, **models: Numbers) -> list[str]:
             ["critic.parallel.pipeline_model_parallel_size=3", "4 layers of CRITIC", "1, 2 or 4"],
         ),
         (
+            [
+                "critic.parallel.pipeline_model_parallel_size=2",
+                "critic.parallel.virtual_pipeline_model_parallel_size=3",
+            ],
+            {},
+            [
+                "critic.parallel.virtual_pipeline_model_parallel_size=3",
+                "must divide the 2 layers of a stage of CRITIC",
+                "1 or 2",
+            ],
+        ),
+        (
             ["rollout.max_response_tokens=1025"],
             {},
             ["rollout.max_response_tokens=1025", "context of 2048 tokens", "at most 1024"],
