@@ -30,6 +30,7 @@ CASES = [
     Case(name="tp2", actor=Shape(tp=2)),
     Case(name="tp2sp", actor=Shape(tp=2, sp=True)),
     Case(name="pp2", actor=Shape(pp=2)),
+    Case(name="pp2vpp2", actor=Shape(pp=2, vpp=2)),
     Case(name="tp2pp2", actor=Shape(tp=2, pp=2)),
     Case(name="dp2", actor=Shape(dp=2)),
     Case(name="tp2pp2dp2", actor=EIGHT),

@@ -433,7 +433,7 @@ def test_an_output_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     config = Config()
     config.run.output_dir = str(tmp_path)
     assert validate_paths(config) == []
-    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert "already holds a run; give another folder" in validate_paths(config)[0]
     assert validate_paths(config, check_output=False) == []
     config.run.overwrite = True
@@ -486,6 +486,18 @@ def model_problems(*overrides: str, **models: Numbers) -> list[str]:
             ["critic.parallel.pipeline_model_parallel_size=3"],
             {},
             ["critic.parallel.pipeline_model_parallel_size=3", "4 layers of CRITIC", "1, 2 or 4"],
+        ),
+        (
+            [
+                "critic.parallel.pipeline_model_parallel_size=2",
+                "critic.parallel.virtual_pipeline_model_parallel_size=3",
+            ],
+            {},
+            [
+                "critic.parallel.virtual_pipeline_model_parallel_size=3",
+                "must divide the 2 layers of a stage of CRITIC",
+                "1 or 2",
+            ],
         ),
         (
             ["rollout.max_response_tokens=1025"],

@@ -221,3 +221,16 @@ def test_every_field_of_transformers_config_classes_is_known(tmp_path, family):
         assert getattr(type(config)(), name) == value
     used = {**written, "use_cache": False, "initializer_range": 0.5, "attention_dropout": 0.1}
     assert read(tmp_path, used) == full
+
+
+def test_a_family_is_one_small_file_that_nothing_else_names():
+    from rlhf_megatron.layout import families
+
+    folder = Path(families.__file__).parent
+    files = {path.stem: path.read_text() for path in folder.glob("[a-z]*.py")}
+    assert files.keys() == FAMILIES.keys()
+    assert all(len(text.splitlines()) < 120 for text in files.values())
+    others = [p for p in folder.parents[1].rglob("*.py") if folder not in p.parents]
+    for path in others:
+        names = [f'"{name}"' for name in FAMILIES if f'"{name}"' in path.read_text()]
+        assert not names, f"{path} decides by the names {names}"
