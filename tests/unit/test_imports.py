@@ -47,8 +47,8 @@ OBSERVABILITY_IMPORTERS = {"engine", "reshard", "rollout", "trainer", "top"}
 DEPENDENCIES = {
     "megatron": {"distributed", "models", "engine", "checkpoint"},
     "vllm": {"rollout/vllm"},
-    "transformers": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools"},
-    "safetensors": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools"},
+    "transformers": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools", "benchmarks"},
+    "safetensors": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools", "benchmarks"},
 }
 
 
