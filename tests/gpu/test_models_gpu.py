@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from rlhf_megatron.batch import from_sequences
 from rlhf_megatron.checkpoint.hf_read import load_hf_checkpoint
@@ -18,7 +18,7 @@ from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.layout.architecture import read_architecture
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.models.build import build_model
-from rlhf_megatron.models.compat import varlen_attention
+from rlhf_megatron.models.compat import transformer_engine_imports, varlen_attention
 
 
 @pytest.fixture(scope="module")
@@ -28,26 +28,34 @@ def context():
     dist.destroy_process_group()
 
 
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral_window": MistralConfig(**SIZES, sliding_window=7, head_dim=64),
+    "qwen3": Qwen3Config(**SIZES, head_dim=128),
+}
+
+
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=131,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.copy_(torch.randn_like(parameter) * 0.05)
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return path
+def model_dirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.copy_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder / name)
+    return folder
 
 
 def test_nothing_is_redirected_where_there_is_a_gpu(context):
@@ -58,7 +66,8 @@ def test_nothing_is_redirected_where_there_is_a_gpu(context):
         use_cpu_in_place_of_cuda()
 
 
-def test_varlen_attention_equals_attention_sequence_by_sequence():
+@pytest.mark.parametrize("window", [None, 5])
+def test_varlen_attention_equals_attention_sequence_by_sequence(window):
     torch.manual_seed(0)
     lengths = [1, 7, 64, 33]
     q, k, v = (
@@ -66,17 +75,35 @@ def test_varlen_attention_equals_attention_sequence_by_sequence():
         for heads in (8, 2, 2)
     )
     offsets = torch.tensor([0, 1, 8, 72, 105], dtype=torch.int32, device="cuda")
-    got = varlen_attention(q, key=k, value=v, cu_seqlens=offsets, max_seqlen=64, scale=64**-0.5)
+    got = varlen_attention(
+        q,
+        key=k,
+        value=v,
+        cu_seqlens=offsets,
+        max_seqlen=64,
+        scale=64**-0.5,
+        sliding_window=window,
+    )
     want = []
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        distance = torch.arange(end - begin, device="cuda")
+        distance = distance[:, None] - distance[None, :]
+        seen = (distance >= 0) & (distance < (window or 1000))
         one = [x[begin:end].float().transpose(0, 1)[None] for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=True)
         want.append(out[0].transpose(0, 1))
     assert_close(got.float(), torch.cat(want), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("spec", ["local", "transformer_engine"])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 0.06)])
-def test_log_probs_equal_transformers(context, model_dir, precision, bound):
+@pytest.mark.parametrize("family", CONFIGS)
+def test_log_probs_equal_transformers(context, model_dirs, family, precision, bound, spec):
+    if spec == "transformer_engine" and not transformer_engine_imports():
+        pytest.skip("Transformer Engine is not installed here")
+    if spec == "transformer_engine" and precision == "fp32":
+        bound = 5e-3  # its products run in TF32
+    model_dir = model_dirs / family
     arch = read_architecture(model_dir)
     groups = build_role_groups(
         "actor",
@@ -88,7 +115,7 @@ def test_log_probs_equal_transformers(context, model_dir, precision, bound):
         head="lm",
         groups=groups,
         precision=precision,
-        layer_spec_name="local",
+        layer_spec_name=spec,
         device=context.device,
         seed=1,
     )
@@ -112,7 +139,7 @@ def test_log_probs_equal_transformers(context, model_dir, precision, bound):
         return {"logprobs": (found.logprobs, micro_batch.response_rows)}
 
     got = engine.infer([micro], outputs=outputs, sizes={"logprobs": batch.num_response_tokens})
-    reference = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
     want = []
     for i in range(len(batch)):
         ids = torch.tensor([batch.prompt_tokens(i) + batch.response_tokens(i)], device="cuda")
