@@ -1,18 +1,12 @@
 """A full disk in the middle of a conversion, and the tools' own command lines."""
 
 import errno
-import json
 import os
-import re
 import resource
 import subprocess
-import sys
-from contextlib import contextmanager
 
 import pytest
-import torch
 from pool import run_ranks
-from safetensors.torch import load_file, save_file
 from test_conversion import convert_rank, export_rank, import_rank
 from tiny_tokenizer import save_tiny_model
 
