@@ -155,6 +155,8 @@ def export_sharded(
         plan, rank=rank, world_size=dist.get_world_size(), ranks_per_node=ranks_per_node
     )
 
+    bytes_read = 0
+
     def create() -> None:
         check_free_space(folder, num_bytes=plan.num_bytes)
         create_files(folder, plan=plan)
@@ -163,7 +165,6 @@ def export_sharded(
         nonlocal bytes_read
         bytes_read = write_part(folder, plan=plan, part=part, wrote=progress.add)
 
-    bytes_read = 0
     with shared_output(output, overwrite=overwrite, group=_everyone(), what="export") as folder:
         together(create if rank == 0 else nothing, group=_everyone(), what="export")
         with Progress("writing", total_bytes=plan.num_bytes, rank=rank) as progress:

@@ -5,7 +5,10 @@ that other Megatron tools read what is written here. Vocabulary padding may diff
 Megatron-Core allows it for the embedding and the output layer, and fills what is new with zeros.
 """
 
+import errno
 import logging
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,9 @@ from rlhf_megatron.distributed.agreement import together
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.megatron import chunk_prefix
 from rlhf_megatron.models.build import RoleModel
+
+FULL_BYTES = 64e6
+"""A file system with less free counts as full where a write has failed."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +70,19 @@ def save_weights(
             # Raised on all ranks alike; rank 0's holds what the writers of all ranks met.
             found = [str(failure[0]) for failure in error.failures.values()]
             if found:
-                raise OSError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
+                text = "; ".join(dict.fromkeys(found))
+                raise OSError(f"{directory}: {_with_free_space(text, directory)}") from error
 
     together(save, group=group, what="checkpoint")
+
+
+def _with_free_space(text: str, directory: Path) -> str:
+    """torch's archive writer says "unexpected pos" where the disk is full: say what it means."""
+    free = shutil.disk_usage(directory).free
+    reason = os.strerror(errno.ENOSPC)
+    if free < FULL_BYTES and reason not in text:
+        text = f"{reason} ({text})"
+    return f"{text}; {free / 1e6:,.1f} MB free there"
 
 
 @torch.no_grad()

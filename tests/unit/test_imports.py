@@ -48,7 +48,7 @@ DEPENDENCIES = {
     "megatron": {"distributed", "models", "engine", "checkpoint"},
     "vllm": {"rollout/vllm"},
     "transformers": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools"},
-    "safetensors": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools"},
+    "safetensors": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools", "benchmarks"},
 }
 
 
