@@ -227,7 +227,7 @@ def _write_role(
         rank=rank,
         done_bytes=lambda: folder_bytes(target.weights),
     ):
-        save_weights(part, directory=target.weights, group=_everyone())
+        save_weights(part, directory=target.weights, group=_everyone(), consume=True)
 
 
 def _everyone() -> dist.ProcessGroup:

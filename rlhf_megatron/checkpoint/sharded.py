@@ -5,7 +5,10 @@ that other Megatron tools read what is written here. Vocabulary padding may diff
 Megatron-Core allows it for the embedding and the output layer, and fills what is new with zeros.
 """
 
+import errno
 import logging
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.megatron import chunk_prefix
 from rlhf_megatron.models.build import RoleModel
 
+FULL_BYTES = 64e6
+"""A file system with less free counts as full where a write has failed."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,24 +50,60 @@ def sharded_state_dict(model: RoleModel | None) -> dict[str, Any]:
         }
 
 
-def save_weights(model: RoleModel | None, *, directory: Path, group: dist.ProcessGroup) -> None:
+def save_weights(
+    model: RoleModel | None, *, directory: Path, group: dist.ProcessGroup, consume: bool = False
+) -> None:
     """Write the weights into `directory`, which exists and is empty. Collective over the job, which
-    `group` is.
+    `group` is. `consume`: the model's weights are gone afterwards, which saves memory.
 
     Raises UserError on all ranks where any could not write.
     """
 
     def save() -> None:
         try:
+            state = sharded_state_dict(model)
+            if consume:
+                _cut_apart(state)
             with results_in_this_process():
-                dist_checkpointing.save(sharded_state_dict(model), str(directory))
+                dist_checkpointing.save(state, str(directory))
         except CheckpointException as error:
             # Raised on all ranks alike; rank 0's holds what the writers of all ranks met.
             found = [str(failure[0]) for failure in error.failures.values()]
             if found:
+<<<<<<< HEAD
                 raise OSError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
+=======
+                text = "; ".join(dict.fromkeys(found))
+                raise OSError(f"{directory}: {_with_free_space(text, directory)}") from error
+>>>>>>> families
 
     together(save, group=group, what="checkpoint")
+
+
+def _with_free_space(text: str, directory: Path) -> str:
+    """torch's archive writer says "unexpected pos" where the disk is full: say what it means."""
+    free = shutil.disk_usage(directory).free
+    reason = os.strerror(errno.ENOSPC)
+    if free < FULL_BYTES and reason not in text:
+        text = f"{reason} ({text})"
+    return f"{text}; {free / 1e6:,.1f} MB free there"
+
+
+@torch.no_grad()
+def _cut_apart(state: dict[str, Any]) -> None:
+    """Give each saved part of a parameter memory of its own, one parameter after another.
+
+    `linear_fc1` is saved as gate and up. Megatron-Core copies such views before it writes, all of
+    them at once (filesystem_async.py, _clone_if_needed): a third of a model more in memory.
+    """
+    for chunk in state.values():
+        for name, entry in chunk.items():
+            if isinstance(entry, ShardedTensorFactory):
+                parts = entry.build()
+                for part in parts:
+                    part.data = part.data.clone()
+                entry.data.untyped_storage().resize_(0)
+                chunk[name] = parts
 
 
 @torch.no_grad()

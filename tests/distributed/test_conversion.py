@@ -164,6 +164,7 @@ def in_worlds(rank, steps):
     """Run each (world size, function, arguments) on the first ranks, as a job of its own: the
     processes are started once for all of them. Returns this rank's results."""
     pool_size = dist.get_world_size()
+    dist.barrier()  # or a rank would leave the world while another still joins it
     dist.destroy_process_group()
     found = []
     for number, (size, function, arguments) in enumerate([*steps, (pool_size, None, ())]):

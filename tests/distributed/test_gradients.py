@@ -50,7 +50,7 @@ def loss_function(engine: ModelEngine, head: str) -> Callable[[], Tensor]:
 
     def loss() -> Tensor:
         with engine.model.groups.active():
-            output = engine.model.gpt(
+            output = engine.model.chunks[0](
                 micro.tokens,
                 micro.packed.position_ids[None],
                 None,

@@ -176,7 +176,8 @@ class PlainPpo:
         for index, length in enumerate(batch.response_lengths.tolist()):
             begin, end = end, end + length
             chosen = [t for t in range(begin, end) if mask[t] > 0]
-            sums.append(sum(float(old[t] - ref[t]) for t in chosen))
+            if chosen:
+                sums.append(sum(float(old[t] - ref[t]) for t in chosen))
             following = float(last[index]) if batch.sample["truncated"][index] else 0.0
             accumulated = 0.0
             for t in reversed(chosen):
