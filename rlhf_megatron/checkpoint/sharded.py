@@ -70,12 +70,8 @@ def save_weights(
             # Raised on all ranks alike; rank 0's holds what the writers of all ranks met.
             found = [str(failure[0]) for failure in error.failures.values()]
             if found:
-<<<<<<< HEAD
-                raise OSError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
-=======
                 text = "; ".join(dict.fromkeys(found))
                 raise OSError(f"{directory}: {_with_free_space(text, directory)}") from error
->>>>>>> families
 
     together(save, group=group, what="checkpoint")
 
