@@ -3,10 +3,10 @@
 Every rank computes the same plan from the same layouts, so nothing is exchanged to agree on it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.layout.boxes import Box, Placement
+from rlhf_megatron.layout.boxes import Box, RankLayout
 from rlhf_megatron.layout.cells import cells, cut_rows
 from rlhf_megatron.reshard.pieces import Layouts, Piece, pieces
 from rlhf_megatron.reshard.routes import Buckets, Route, Routes
@@ -87,11 +87,13 @@ def make_plan(
     default all. Asserts that the source holds everything.
     """
     everyone = sorted({*source, *target})
+    listed = frozenset(everyone if ranks is None else ranks)
     builder = _Builder(
-        routes=Routes(everyone, node_of=node_of),
+        routes=Routes(everyone, node_of=node_of, listed=listed),
+        buckets=Buckets(everyone, bucket_bytes=bucket_bytes),
         itemsize_bytes=itemsize_bytes,
         bucket_bytes=bucket_bytes,
-        listed=frozenset(everyone if ranks is None else ranks),
+        listed=listed,
     )
     for piece in pieces(source, target):
         builder.add(piece)
@@ -101,7 +103,7 @@ def make_plan(
         num_buckets=builder.buckets.count,
         by_rank=builder.rank_plans(),
         received_bytes=received,
-        sent_bytes=builder.routes.sent,
+        sent_bytes=builder.routes.sent(),
         cross_node_bytes=cross_node_bytes,
         minimum_bytes=bytes_minimum(source, target, itemsize_bytes=itemsize_bytes),
     )
@@ -111,10 +113,15 @@ class _Builder:
     """The pass over all pieces: sources, buckets, and the transfers of the listed ranks."""
 
     def __init__(
-        self, *, routes: Routes, itemsize_bytes: int, bucket_bytes: int, listed: frozenset[int]
+        self,
+        *,
+        routes: Routes,
+        buckets: Buckets,
+        itemsize_bytes: int,
+        bucket_bytes: int,
+        listed: frozenset[int],
     ) -> None:
-        self.routes = routes
-        self.buckets = Buckets(bucket_bytes)
+        self.routes, self.buckets = routes, buckets
         self._itemsize_bytes, self._bucket_bytes = itemsize_bytes, bucket_bytes
         self._listed = listed
         self._copies: dict[int, list[Transfer]] = {rank: [] for rank in listed}
@@ -124,26 +131,22 @@ class _Builder:
     def add(self, piece: Piece) -> None:
         """List the local copies; cut the rest into parts and choose a sender for each taker."""
         delivery = self.routes.of(piece)
-        for rank in self._listed & delivery.local:
+        for rank in delivery.local:
             self._copies[rank].append(_transfer(piece, piece.box, rank, rank))
         if not delivery.routes:
             return
         largest = self._bucket_bytes // (self._itemsize_bytes * delivery.sends_per_sender)
         for part in cut_rows(piece.box, elements=max(1, largest)):
             size = part.numel * self._itemsize_bytes
-            chosen = [self.routes.choose(route, size_bytes=size) for route in delivery.routes]
-            loads: dict[int, int] = {}
-            for route, senders in zip(delivery.routes, chosen, strict=True):
-                each, more = divmod(len(route.takers), len(senders))
-                for k, sender in enumerate(senders[: len(route.takers)]):
-                    loads[sender] = loads.get(sender, 0) + (each + (k < more)) * size
+            choice = self.routes.choose(delivery, size_bytes=size)
             taker = piece.taker.ranks.ranks[0]
-            bucket = self.buckets.place(loads, taker=taker, size_bytes=size)
-            for route, senders in zip(delivery.routes, chosen, strict=True):
-                if route.everyone & self._listed:
-                    self._list(piece, part, route, senders, bucket)
+            bucket = self.buckets.place(choice, taker=taker, size_bytes=size)
+            for route in delivery.listed:
+                self._list(piece, part, route, choice.of(route), bucket)
 
-    def _list(self, piece: Piece, part: Box, route: Route, senders: list[int], bucket: int) -> None:
+    def _list(
+        self, piece: Piece, part: Box, route: Route, senders: Sequence[int], bucket: int
+    ) -> None:
         for index, dst in enumerate(route.takers):
             src = senders[index % len(senders)]
             if src in self._listed or dst in self._listed:
@@ -191,26 +194,36 @@ def bytes_minimum(source: Layouts, target: Layouts, *, itemsize_bytes: int) -> d
     No plan can receive fewer with this assignment of shards to ranks, and none needs more. Derived
     from the layouts alone.
     """
-    known: dict[tuple[int, int], int] = {}
+    boxes: dict[int, dict[str, list[Box]]] = {}
+    for layout in (*source.values(), *target.values()):
+        if id(layout) not in boxes:
+            boxes[id(layout)] = _boxes_by_tensor(layout)
+    away: dict[tuple[int, int], int] = {}
     found = {}
     for rank, wanted in target.items():
         held = source.get(rank, ())
         key = (id(held), id(wanted))
-        if key not in known:
-            known[key] = _elements_away(held, wanted)
-        found[rank] = known[key] * itemsize_bytes
+        if key not in away:
+            total = sum(placement.box.numel for placement in wanted)
+            away[key] = total - _elements_in_common(
+                boxes.get(id(held), {}), wanted=boxes[id(wanted)]
+            )
+        found[rank] = away[key] * itemsize_bytes
     return found
 
 
-def _elements_away(held: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> int:
-    own: dict[str, list[Box]] = {}
-    for placement in held:
-        own.setdefault(placement.tensor, []).append(placement.box)
-    disjoint = {
-        name: list(cells(boxes)) if len(boxes) > 1 else boxes for name, boxes in own.items()
-    }
-    away = 0
-    for placement in wanted:
-        common = (placement.box.intersect(box) for box in disjoint.get(placement.tensor, ()))
-        away += placement.box.numel - sum(box.numel for box in common if box is not None)
-    return away
+def _boxes_by_tensor(layout: RankLayout) -> dict[str, list[Box]]:
+    found: dict[str, list[Box]] = {}
+    for placement in layout:
+        found.setdefault(placement.tensor, []).append(placement.box)
+    return found
+
+
+def _elements_in_common(held: Mapping[str, list[Box]], *, wanted: Mapping[str, list[Box]]) -> int:
+    """Elements of the wanted boxes that lie in held ones, which may overlap."""
+    total = 0
+    for tensor, own in held.items():
+        disjoint = list(cells(own)) if len(own) > 1 else own
+        common = (box.intersect(other) for box in wanted.get(tensor, ()) for other in disjoint)
+        total += sum(box.numel for box in common if box is not None)
+    return total
