@@ -3,11 +3,12 @@
 Every rank computes the same plan from the same layouts, so nothing is exchanged to agree on it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.layout.boxes import Box, RankLayout
-from rlhf_megatron.layout.cells import cells, cut_rows
+from rlhf_megatron.layout.boxes import Box
+from rlhf_megatron.layout.cells import cut_rows
+from rlhf_megatron.reshard.minimum import Away, bytes_minimum
 from rlhf_megatron.reshard.pieces import Layouts, Piece, pieces
 from rlhf_megatron.reshard.routes import Buckets, Route, Routes
 
@@ -78,13 +79,15 @@ def make_plan(
     bucket_bytes: int,
     node_of: Callable[[int], int] = one_node,
     ranks: Collection[int] | None = None,
+    away: Away | None = None,
 ) -> ReshardPlan:
     """Plan how the target ranks get every box of theirs.
 
     A box comes from the rank's own memory, else from a rank on the same node, else from another;
     among equals from those that send least so far. `bucket_bytes` bounds what any rank sends, and
     what it receives, in one exchange (single rows may exceed it). `ranks`: whose transfers to list;
-    default all. Asserts that the source holds everything.
+    default all. `away`: what is known of these layouts already. Asserts that the source holds
+    everything.
     """
     everyone = sorted({*source, *target})
     listed = frozenset(everyone if ranks is None else ranks)
@@ -105,7 +108,7 @@ def make_plan(
         received_bytes=received,
         sent_bytes=builder.routes.sent(),
         cross_node_bytes=cross_node_bytes,
-        minimum_bytes=bytes_minimum(source, target, itemsize_bytes=itemsize_bytes),
+        minimum_bytes=bytes_minimum(source, target, itemsize_bytes=itemsize_bytes, away=away),
     )
 
 
@@ -186,44 +189,3 @@ def _transfer(piece: Piece, part: Box, src: int, dst: int) -> Transfer:
         place.parameter,
         place.region(part),
     )
-
-
-def bytes_minimum(source: Layouts, target: Layouts, *, itemsize_bytes: int) -> dict[int, int]:
-    """Per target rank, the bytes of its boxes that it does not hold itself.
-
-    No plan can receive fewer with this assignment of shards to ranks, and none needs more. Derived
-    from the layouts alone.
-    """
-    boxes: dict[int, dict[str, list[Box]]] = {}
-    for layout in (*source.values(), *target.values()):
-        if id(layout) not in boxes:
-            boxes[id(layout)] = _boxes_by_tensor(layout)
-    away: dict[tuple[int, int], int] = {}
-    found = {}
-    for rank, wanted in target.items():
-        held = source.get(rank, ())
-        key = (id(held), id(wanted))
-        if key not in away:
-            total = sum(placement.box.numel for placement in wanted)
-            away[key] = total - _elements_in_common(
-                boxes.get(id(held), {}), wanted=boxes[id(wanted)]
-            )
-        found[rank] = away[key] * itemsize_bytes
-    return found
-
-
-def _boxes_by_tensor(layout: RankLayout) -> dict[str, list[Box]]:
-    found: dict[str, list[Box]] = {}
-    for placement in layout:
-        found.setdefault(placement.tensor, []).append(placement.box)
-    return found
-
-
-def _elements_in_common(held: Mapping[str, list[Box]], *, wanted: Mapping[str, list[Box]]) -> int:
-    """Elements of the wanted boxes that lie in held ones, which may overlap."""
-    total = 0
-    for tensor, own in held.items():
-        disjoint = list(cells(own)) if len(own) > 1 else own
-        common = (box.intersect(other) for box in wanted.get(tensor, ()) for other in disjoint)
-        total += sum(box.numel for box in common if box is not None)
-    return total

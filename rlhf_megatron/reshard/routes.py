@@ -23,8 +23,6 @@ class Route:
     senders: tuple[int, ...]
     takers: tuple[int, ...]
     crosses_nodes: bool
-    bytes_per_taker: int = 0
-    """Sent so far to each of the takers."""
 
     def __post_init__(self) -> None:
         each, more = divmod(len(self.takers), len(self.senders))
@@ -41,6 +39,8 @@ class Delivery:
         self.local = local
         """Takers that hold it themselves, of the listed ranks."""
         self.routes = tuple(routes)
+        self.bytes_per_taker = 0
+        """Sent so far to each taker that does not hold it itself."""
         self.listed = [route for route in routes if listed & {*route.senders, *route.takers}]
         """Routes with a rank whose transfers are listed."""
         ranks = sorted({rank for route in routes for rank in route.senders})
@@ -112,8 +112,7 @@ class Routes:
             after[chosen] += route.sends * size_bytes
             orders[route] = delivery.senders[chosen]
         self._sent[delivery.senders] = after
-        for route in delivery.routes:
-            route.bytes_per_taker += size_bytes
+        delivery.bytes_per_taker += size_bytes
         loads = after - before
         used = loads.nonzero()[0]
         return Choice(delivery.senders[used], loads[used], orders)
@@ -128,9 +127,9 @@ class Routes:
         for delivery in self._known.values():
             for route in delivery.routes:
                 for taker in route.takers:
-                    received[taker] += route.bytes_per_taker
+                    received[taker] += delivery.bytes_per_taker
                 if route.crosses_nodes:
-                    crossing += route.bytes_per_taker * len(route.takers)
+                    crossing += delivery.bytes_per_taker * len(route.takers)
         return received, crossing
 
     def _deliver(self, holders: list[int], *, takers: Sequence[int]) -> Delivery:
@@ -192,7 +191,7 @@ class Buckets:
             start = stop
 
 
-_WINDOW = 16
+_WINDOW = 8
 """Buckets searched at once."""
 _EMPTY = 1 << 60
 """Room in an empty bucket, which takes any piece."""
