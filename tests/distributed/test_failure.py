@@ -65,7 +65,7 @@ def test_a_users_error_is_said_once_by_rank_0(tmp_path):
 def test_an_exception_is_said_with_its_rank_phase_and_traceback(tmp_path):
     ends = run_until_exit(3, job, {2: 0.0}, RuntimeError, folder=tmp_path)
     assert [end.exit_code for end in ends] == [1, 1, 1]
-    assert "rank 2 failed in phase phase_of_2: RuntimeError: trouble on 2" in ends[0].stderr
+    assert "rank 2 failed in phase_of_2: RuntimeError: trouble on 2" in ends[0].stderr
     assert messages(ends, "Traceback") == [1, 0, 0]
     assert messages(ends, 'raise kind(f"trouble on {rank}")') == [1, 0, 0]
 
