@@ -1,9 +1,9 @@
 """Signs of life: a rank that is killed publishes no error, so its neighbour says that it is gone.
 
 Each rank writes to the job's store, every few seconds and at each change, what it is doing; the
-rank before it in the ring of ranks reads that. A neighbour in the same process namespace is looked for
-among the processes instead, which shows its end at once and by no mistake: however long a call may
-keep its threads from running, it is not dead while its process is there.
+rank before it in the ring of ranks reads that. A neighbour in the same process namespace is looked
+for among the processes instead, which shows its end at once and by no mistake: however long a call
+may keep its threads from running, it is not dead while its process is there.
 """
 
 import json
