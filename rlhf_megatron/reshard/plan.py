@@ -142,8 +142,7 @@ class _Builder:
         for part in cut_rows(piece.box, elements=max(1, largest)):
             size = part.numel * self._itemsize_bytes
             choice = self.routes.choose(delivery, size_bytes=size)
-            taker = piece.taker.ranks.ranks[0]
-            bucket = self.buckets.place(choice, taker=taker, size_bytes=size)
+            bucket = self.buckets.place(choice)
             for route in delivery.listed:
                 self._list(piece, part, route, choice.of(route), bucket)
 

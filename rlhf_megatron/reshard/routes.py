@@ -34,7 +34,12 @@ class Delivery:
     """How a class of takers gets what a set of holders has."""
 
     def __init__(
-        self, *, local: frozenset[int], routes: Sequence[Route], listed: frozenset[int]
+        self,
+        *,
+        local: frozenset[int],
+        routes: Sequence[Route],
+        listed: frozenset[int],
+        taker_row: int,
     ) -> None:
         self.local = local
         """Takers that hold it themselves, of the listed ranks."""
@@ -44,18 +49,19 @@ class Delivery:
         self.listed = [route for route in routes if listed & {*route.senders, *route.takers}]
         """Routes with a rank whose transfers are listed."""
         ranks = sorted({rank for route in routes for rank in route.senders})
-        self.senders: Integers = np.array(ranks, dtype=np.int64)
-        """Of all routes, ascending."""
-        self.fixed_sends: Integers = np.zeros(len(ranks), dtype=np.int64)
-        """How often each of `senders` sends a piece where there is no choice."""
+        self.rows: Integers = np.array([*ranks, taker_row], dtype=np.int64)
+        """The senders of all routes, ascending, and the row that stands for the takers."""
+        self.fixed_loads: Integers = np.zeros(len(self.rows), dtype=np.int64)
+        """How often each of `rows` sends a piece where there is no choice, or receives it."""
+        self.fixed_loads[-1] = 1
         self.free: list[tuple[Route, Integers]] = []
-        """Routes with a choice, and where their senders stand in `senders`."""
+        """Routes with a choice, and where their senders stand in `rows`."""
         for route in routes:
-            positions = np.searchsorted(self.senders, route.senders)
+            positions = np.searchsorted(self.rows, route.senders)
             if len(route.senders) > 1:
                 self.free.append((route, positions))
             else:
-                self.fixed_sends[positions] += route.sends
+                self.fixed_loads[positions] += route.sends
 
     @cached_property
     def sends_per_sender(self) -> int:
@@ -69,9 +75,10 @@ class Delivery:
 class Choice:
     """Who sends one piece."""
 
-    senders: Integers
+    rows: Integers
+    """The senders, then the row of the takers."""
     loads: Integers
-    """Bytes that each sends of it."""
+    """Bytes that each sends of it, then those that each taker receives."""
     orders: dict[Route, Integers]
     """Per route with a choice: its senders in the order in which the takers, in turn, use them."""
 
@@ -90,8 +97,10 @@ class Routes:
         listed: frozenset[int],
     ) -> None:
         self._listed = listed
-        self._sent: Integers = np.zeros(max(everyone, default=0) + 1, dtype=np.int64)
-        """Bytes that each rank sends."""
+        self._num_ranks = max(everyone, default=0) + 1
+        self._moved: Integers = np.zeros(2 * self._num_ranks, dtype=np.int64)
+        """Bytes that each rank sends, then those that each class of takers receives, at the place
+        of its first rank."""
         self._node = {rank: node_of(rank) for rank in everyone}
         self._known: dict[tuple[RankClass, ...], Delivery] = {}
 
@@ -104,22 +113,22 @@ class Routes:
 
     def choose(self, delivery: Delivery, *, size_bytes: int) -> Choice:
         """Where a route has a choice, the least loaded of its senders come first."""
-        before = self._sent[delivery.senders]
-        after = before + delivery.fixed_sends * size_bytes
+        before = self._moved[delivery.rows]
+        after = before + delivery.fixed_loads * size_bytes
         orders = {}
         for route, positions in delivery.free:
             chosen = positions[after[positions].argsort(kind="stable")]
             after[chosen] += route.sends * size_bytes
-            orders[route] = delivery.senders[chosen]
-        self._sent[delivery.senders] = after
+            orders[route] = delivery.rows[chosen]
+        self._moved[delivery.rows] = after
         delivery.bytes_per_taker += size_bytes
         loads = after - before
         used = loads.nonzero()[0]
-        return Choice(delivery.senders[used], loads[used], orders)
+        return Choice(delivery.rows[used], loads[used], orders)
 
     def sent(self) -> dict[int, int]:
         """Bytes sent by each rank."""
-        return {rank: int(self._sent[rank]) for rank in self._node}
+        return {rank: int(self._moved[rank]) for rank in self._node}
 
     def received(self) -> tuple[dict[int, int], int]:
         """Bytes received by each rank, and all bytes that cross nodes."""
@@ -146,7 +155,12 @@ class Routes:
         for where, ranks in away.items():
             senders = holders if where is None else near[where]
             routes.append(Route(tuple(senders), tuple(ranks), where is None))
-        return Delivery(local=local & self._listed, routes=routes, listed=self._listed)
+        return Delivery(
+            local=local & self._listed,
+            routes=routes,
+            listed=self._listed,
+            taker_row=self._num_ranks + takers[0],
+        )
 
 
 class Buckets:
@@ -154,19 +168,17 @@ class Buckets:
     ranks have room, so that all pipeline stages send in the same exchange."""
 
     def __init__(self, everyone: Sequence[int], *, bucket_bytes: int) -> None:
-        self._ranks = max(everyone, default=0) + 1
+        rows = 2 * (max(everyone, default=0) + 1)
         self._bucket_bytes = bucket_bytes
-        # A row per sender, then a row per class of takers at its first rank's place.
-        self._room: Integers = np.full((2 * self._ranks, _WINDOW), _EMPTY)
-        """Bytes left in each bucket (column)."""
-        self._first_open: Integers = np.zeros(2 * self._ranks, dtype=np.int64)
+        self._room: Integers = np.full((rows, _WINDOW), _EMPTY)
+        """Bytes left in each bucket (column) for each of a Choice's rows."""
+        self._first_open: Integers = np.zeros(rows, dtype=np.int64)
         """All earlier buckets are at least three quarters full: not searched again."""
         self.count = 0
 
-    def place(self, choice: Choice, *, taker: int, size_bytes: int) -> int:
-        """The bucket of a piece, of which each taker of the class receives `size_bytes`."""
-        rows = np.concatenate((choice.senders, (self._ranks + taker,)))
-        loads = np.concatenate((choice.loads, (size_bytes,)))
+    def place(self, choice: Choice) -> int:
+        """The bucket of a piece."""
+        rows, loads = choice.rows, choice.loads
         bucket = self._first_with_room(rows, loads=loads)
         left = np.minimum(self._room[rows, bucket], self._bucket_bytes) - loads
         self._room[rows, bucket] = left

@@ -43,17 +43,27 @@ def synced_rank(rank: int, scratch: Path) -> dict[str, Any]:
     from rlhf_megatron.distributed.cpu_platform import use_cpu_in_place_of_cuda
 
     use_cpu_in_place_of_cuda()
+    from rlhf_megatron.distributed.groups import GroupFactory
+
+    factory = GroupFactory(timeout_seconds=60)
     directory = save_config(KIND, scratch / f"model_{rank}")
     return {
-        name: sync_and_generate(rank, layout=layout, engines=engines, directory=directory)
+        name: sync_and_generate(
+            rank, layout=layout, engines=engines, directory=directory, factory=factory
+        )
         for name, (layout, engines) in PLACEMENTS.items()
     }
 
 
 def sync_and_generate(
-    rank: int, *, layout: ParallelLayout, engines: list[tuple[int, ...]], directory: Path
+    rank: int,
+    *,
+    layout: ParallelLayout,
+    engines: list[tuple[int, ...]],
+    directory: Path,
+    factory: Any,
 ) -> dict[str, Any]:
-    from rlhf_megatron.distributed.groups import GroupFactory, build_role_groups
+    from rlhf_megatron.distributed.groups import build_role_groups
     from rlhf_megatron.layout.vllm import vllm_layouts
     from rlhf_megatron.models.build import build_model
     from rlhf_megatron.reshard.config import ReshardConfig
@@ -63,7 +73,7 @@ def sync_and_generate(
     from rlhf_megatron.weight_sync import SplitActor, WeightSync
 
     arch = read_architecture(directory)
-    groups = build_role_groups("actor", layout=layout, factory=GroupFactory(timeout_seconds=60))
+    groups = build_role_groups("actor", layout=layout, factory=factory)
     actor = None
     if groups is not None:
         actor = build_model(
