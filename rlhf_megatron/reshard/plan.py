@@ -149,14 +149,16 @@ class _Builder:
     def _list(
         self, piece: Piece, part: Box, route: Route, senders: Sequence[int], bucket: int
     ) -> None:
-        for index, dst in enumerate(route.takers):
-            src = senders[index % len(senders)]
-            if src in self._listed or dst in self._listed:
-                entry = (bucket, _transfer(piece, part, src, dst))
-                if src in self._listed:
-                    self._sends[src].append(entry)
-                if dst in self._listed:
-                    self._receives[dst].append(entry)
+        takers, count = route.takers, len(senders)
+        for first, src in enumerate(senders):
+            is_sender_listed = src in self._listed
+            for dst in takers[first::count]:
+                if is_sender_listed or dst in self._listed:
+                    entry = (bucket, _transfer(piece, part, src, dst))
+                    if is_sender_listed:
+                        self._sends[src].append(entry)
+                    if dst in self._listed:
+                        self._receives[dst].append(entry)
 
     def rank_plans(self) -> dict[int, RankPlan]:
         return {

@@ -197,9 +197,11 @@ class Buckets:
             if stop >= self._room.shape[1]:
                 more = np.full_like(self._room, _EMPTY)
                 self._room = np.concatenate([self._room, more], axis=1)
-            fits = (self._room[rows, start:stop] >= loads[:, None]).all(axis=0)
-            if fits.any():
-                return start + int(fits.argmax())
+            enough = self._room[rows, start:stop] >= loads[:, None]
+            fits = np.logical_and.reduce(enough, axis=0)
+            first = int(fits.argmax())
+            if fits[first]:
+                return start + first
             start = stop
 
 
