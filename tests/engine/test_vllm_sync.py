@@ -1,5 +1,6 @@
 """From a Megatron actor into vLLM engines through WeightSync: greedy tokens after each sync."""
 
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ def prompts() -> list[Prompt]:
     return make_prompts(KINDS[KIND]["vocab_size"], lengths=[4, 5, 6, 7, 8, 3, 40, 70])
 
 
-def synced_rank(rank: int, scratch: Path) -> dict[str, Any]:
+def synced_rank(rank: int, scratch: Path, *, names: tuple[str, ...]) -> dict[str, Any]:
     from rlhf_megatron.distributed.cpu_platform import use_cpu_in_place_of_cuda
 
     use_cpu_in_place_of_cuda()
@@ -52,6 +53,7 @@ def synced_rank(rank: int, scratch: Path) -> dict[str, Any]:
             rank, layout=layout, engines=engines, directory=directory, factory=factory
         )
         for name, (layout, engines) in PLACEMENTS.items()
+        if name in names
     }
 
 
@@ -124,7 +126,15 @@ def sync_and_generate(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(synced_rank, world_size=4, scratch=tmp_path_factory.mktemp("sync"))
+    """Per rank, by placement. The two with the actor on all ranks share their processes."""
+    *whole, apart = PLACEMENTS
+    found: list[dict[str, Any]] = [{} for _ in range(4)]
+    for names in (tuple(whole), (apart,)):
+        scratch = tmp_path_factory.mktemp("sync")
+        target = partial(synced_rank, names=names)
+        for rank, result in enumerate(run_ranks(target, world_size=4, scratch=scratch)):
+            found[rank] |= result
+    return found
 
 
 @pytest.fixture(scope="module")
