@@ -48,7 +48,7 @@ setup(
         ],
         "logging": ["wandb", "tensorboard"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
-        "tools": ["accelerate", "gguf"],
+        "tools": ["accelerate", "gguf", "matplotlib"],
     },
     entry_points={"console_scripts": ["rlhf-megatron = rlhf_megatron.cli:main"]},
     classifiers=[

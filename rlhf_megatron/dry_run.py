@@ -5,7 +5,7 @@ from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.placement import place_engines
-from rlhf_megatron.reshard.plan import bytes_minimum
+from rlhf_megatron.reshard.minimum import bytes_minimum
 from rlhf_megatron.resolve import describe_batch, parallel_layout
 
 GPUS_PER_NODE = 8

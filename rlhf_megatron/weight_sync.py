@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.tensors import logical_tensors
@@ -44,12 +45,21 @@ class SyncReport:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitActor:
+    """An actor on some of the ranks, as all ranks know it."""
+
+    arch: ModelArchitecture
+    layouts: Layouts
+    """Of its ranks; replicas share one object."""
+
+
 class WeightSync:
     """Writes the actor's weights into the engines' parameters, in place."""
 
     def __init__(
         self,
-        actor: RoleModel,
+        actor: RoleModel | None,
         *,
         engine: RolloutEngine | None,
         engine_layouts: Layouts,
@@ -59,11 +69,17 @@ class WeightSync:
         job_group: dist.ProcessGroup,
         device: torch.device,
         node_of: Callable[[int], int],
+        split: "SplitActor | None" = None,
     ) -> None:
-        """`engine` is this rank's, or None where it does not roll out; `engine_layouts` are
-        those of all rollout ranks. Collective over `job_group`, as `run` is."""
+        """`actor` and `engine` are this rank's, or None where it has no part in them;
+        `engine_layouts` are those of all rollout ranks. `split` says what `actor` cannot where some
+        ranks have none. Collective over `job_group`, as `run` is."""
         self._actor, self._engine = actor, engine
-        self._source, self._target = role_layouts(actor), dict(engine_layouts)
+        if split is None:
+            assert actor is not None, "a rank without an actor needs `split`"
+            split = SplitActor(arch=actor.arch, layouts=role_layouts(actor))
+        self._source, self._target = split.layouts, dict(engine_layouts)
+        self._shapes = {t.name: t.shape for t in logical_tensors(split.arch, head="lm")}
         self._dtype, self._config = dtype, config
         self._rank, self._group, self._device = rank, job_group, device
         self._num_syncs = 0
@@ -79,7 +95,7 @@ class WeightSync:
             plan,
             rank=rank,
             group=job_group,
-            source=actor.parameters,
+            source=self._actor_parameters,
             target=self._engine_parameters,
             dtype=dtype,
             device=device,
@@ -109,6 +125,9 @@ class WeightSync:
             seconds=float(seconds.item()),
         )
 
+    def _actor_parameters(self) -> dict[str, Tensor]:
+        return self._actor.parameters() if self._actor is not None else {}
+
     def _engine_parameters(self) -> dict[str, Tensor]:
         return self._engine.parameters() if self._engine is not None else {}
 
@@ -118,9 +137,9 @@ class WeightSync:
             self._target,
             rank=self._rank,
             group=self._group,
-            source=self._actor.parameters(),
+            source=self._actor_parameters(),
             target=self._engine_parameters(),
-            shapes={t.name: t.shape for t in logical_tensors(self._actor.arch, head="lm")},
+            shapes=self._shapes,
             dtype=self._dtype,
             device=self._device,
         )

@@ -67,7 +67,11 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
     Raises UserError, listing every problem: no such file, an unknown family, or a field whose value
     this project's models would not honour.
     """
-    path = Path(directory) / "config.json"
+    return read_architecture_file(Path(directory) / "config.json")
+
+
+def read_architecture_file(path: Path) -> ModelArchitecture:
+    """The same from a config.json, whatever its name. Weights and tokenizer need not be there."""
     config = _read_json(path)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:

@@ -4,12 +4,13 @@ An engine is an ascending list of ranks; the k-th rank holds the k-th tensor-par
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.boxes import RankLayout
+from rlhf_megatron.reshard.minimum import Away
 from rlhf_megatron.reshard.pieces import Layouts
-from rlhf_megatron.reshard.plan import bytes_minimum, one_node
+from rlhf_megatron.reshard.plan import one_node
 
 Engines = list[tuple[int, ...]]
 
@@ -23,8 +24,10 @@ def propose_engines(
     shards: Sequence[RankLayout],
     ranks: Sequence[int],
     node_of: Callable[[int], int] = one_node,
+    away: Away | None = None,
 ) -> Engines:
-    """Group `ranks` into engines of len(shards) ranks, inside nodes where they fit.
+    """Group `ranks` into engines of len(shards) ranks, inside nodes where they fit, else inside
+    as few nodes as it takes.
 
     `source`: the actor's layouts (a rank outside it holds nothing); `shards`: the layout of each
     shard of an engine. All groupings of a node are tried where it has at most 8 ranks, else the
@@ -32,41 +35,44 @@ def propose_engines(
     Raises UserError where the ranks do not fill whole engines.
     """
     size = len(shards)
-    nodes: dict[int, list[int]] = {}
-    for rank in sorted(ranks):
-        nodes.setdefault(node_of(rank), []).append(rank)
-    if any(len(members) % size for members in nodes.values()):
-        nodes = {0: sorted(ranks)}
     if len(ranks) % size:
         raise UserError(
             f"rollout: {len(ranks)} ranks do not fill engines of tensor parallel size {size};"
             " choose a size that divides, or leave ranks out"
         )
-    away = _Away(source, shards)
+    away = away or Away()
+
+    def cost(engines: Engines) -> int:
+        return sum(
+            away.elements(source.get(rank, ()), wanted=shards[k])
+            for engine in engines
+            for k, rank in enumerate(engine)
+        )
+
     engines: Engines = []
-    for members in nodes.values():
-        best: Engines = min(_groupings(members, size=size), key=away.elements)
+    for members in engine_blocks(ranks, size=size, node_of=node_of):
+        best: Engines = min(_groupings(members, size=size), key=cost)
         engines += best
     return engines
 
 
-class _Away:
-    """Elements that ranks lack of the shards a grouping gives them."""
-
-    def __init__(self, source: Layouts, shards: Sequence[RankLayout]) -> None:
-        self._source, self._shards = source, shards
-        self._known: dict[tuple[int, int], int] = {}
-
-    def elements(self, engines: Iterable[tuple[int, ...]]) -> int:
-        return sum(self._of(rank, k) for engine in engines for k, rank in enumerate(engine))
-
-    def _of(self, rank: int, shard: int) -> int:
-        held = self._source.get(rank, ())
-        key = (id(held), shard)
-        if key not in self._known:
-            away = bytes_minimum({rank: held}, {rank: self._shards[shard]}, itemsize_bytes=1)
-            self._known[key] = away[rank]
-        return self._known[key]
+def engine_blocks(
+    ranks: Iterable[int], *, size: int, node_of: Callable[[int], int]
+) -> list[list[int]]:
+    """The ranks that may form engines with each other: those of a node; where they do not fill
+    engines of `size` ranks, those of as few consecutive nodes as do; else all."""
+    nodes: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        nodes.setdefault(node_of(rank), []).append(rank)
+    everyone = [nodes[node] for node in sorted(nodes)]
+    for count in range(1, len(everyone) + 1):
+        blocks = [
+            list(chain.from_iterable(everyone[i : i + count]))
+            for i in range(0, len(everyone), count)
+        ]
+        if all(len(block) % size == 0 for block in blocks):
+            return blocks
+    return [sorted(ranks)]
 
 
 def _groupings(members: list[int], *, size: int) -> Iterator[Engines]:

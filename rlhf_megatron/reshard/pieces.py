@@ -4,8 +4,9 @@ Ranks with the same layout (data-parallel replicas, the k-th ranks of all engine
 all work is done per class, so that its cost does not grow with the number of replicas.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, zip_longest
 
 from rlhf_megatron.layout.boxes import Box, Placement, RankLayout
@@ -53,18 +54,34 @@ def pieces(source: Layouts, target: Layouts) -> Iterator[Piece]:
     held, wanted = _by_tensor(source), _by_tensor(target)
     missing = []
     for tensor in _take_turns(held, wanted):
-        holders = _holders(held.get(tensor, []))
-        parts: dict[Box, list[tuple[Box, tuple[Owner, ...]]]] = {}
-        for taker in wanted[tensor]:
+        owners, takers = held.get(tensor, []), wanted[tensor]
+        common = _overlaps(
+            tuple(owner.placement.box for owner in owners),
+            tuple(taker.placement.box for taker in takers),
+        )
+        for taker, parts in zip(takers, common, strict=True):
             box = taker.placement.box
-            if box not in parts:
-                common = ((box.intersect(cell), owners) for cell, owners in holders.items())
-                parts[box] = [(part, owners) for part, owners in common if part is not None]
-                if sum(part.numel for part, _ in parts[box]) != box.numel:
-                    missing.append(f"{tensor} {box}")
-            for part, owners in parts[box]:
-                yield Piece(tensor, part, owners, taker)
+            if sum(part.numel for part, _ in parts) != box.numel:
+                missing.append(f"{tensor} {box}")
+            for part, holders in parts:
+                yield Piece(tensor, part, _once(owners[index] for index in holders), taker)
     assert not missing, f"no source rank holds all of: {missing}"
+
+
+@lru_cache(maxsize=256)
+def _overlaps(
+    held: tuple[Box, ...], wanted: tuple[Box, ...]
+) -> list[list[tuple[Box, tuple[int, ...]]]]:
+    """For each wanted box the disjoint cells of the held ones in it, in order, and the indices of
+    the held boxes around each. Cached, since tensors of the same kind are cut alike in all layers.
+    """
+    grid = sorted(cells(held).items(), key=lambda item: item[0].start)
+    known: dict[Box, list[tuple[Box, tuple[int, ...]]]] = {}
+    for box in wanted:
+        if box not in known:
+            common = ((box.intersect(cell), tuple(holders)) for cell, holders in grid)
+            known[box] = [(part, holders) for part, holders in common if part is not None]
+    return [known[box] for box in wanted]
 
 
 def _by_tensor(layouts: Layouts) -> dict[str, list[Owner]]:
@@ -92,14 +109,9 @@ def _take_turns(
     return (tensor for tensor in turns if tensor is not None)
 
 
-def _holders(owners: list[Owner]) -> dict[Box, tuple[Owner, ...]]:
-    """Disjoint cells of a source tensor, in order, and who holds each. Where a rank holds a cell
-    twice (a tied copy), the first counts."""
-    grid = cells([owner.placement.box for owner in owners])
-    found: dict[Box, tuple[Owner, ...]] = {}
-    for cell in sorted(grid, key=lambda box: box.start):
-        once: dict[RankClass, Owner] = {}
-        for index in grid[cell]:
-            once.setdefault(owners[index].ranks, owners[index])
-        found[cell] = tuple(once.values())
-    return found
+def _once(owners: Iterable[Owner]) -> tuple[Owner, ...]:
+    """Where a rank holds a cell twice (a tied copy), the first counts."""
+    found: dict[RankClass, Owner] = {}
+    for owner in owners:
+        found.setdefault(owner.ranks, owner)
+    return tuple(found.values())

@@ -3,11 +3,12 @@
 Every rank computes the same plan from the same layouts, so nothing is exchanged to agree on it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.layout.boxes import Box, Placement
-from rlhf_megatron.layout.cells import cells, cut_rows
+from rlhf_megatron.layout.boxes import Box
+from rlhf_megatron.layout.cells import cut_rows
+from rlhf_megatron.reshard.minimum import Away, bytes_minimum
 from rlhf_megatron.reshard.pieces import Layouts, Piece, pieces
 from rlhf_megatron.reshard.routes import Buckets, Route, Routes
 
@@ -78,20 +79,24 @@ def make_plan(
     bucket_bytes: int,
     node_of: Callable[[int], int] = one_node,
     ranks: Collection[int] | None = None,
+    away: Away | None = None,
 ) -> ReshardPlan:
     """Plan how the target ranks get every box of theirs.
 
     A box comes from the rank's own memory, else from a rank on the same node, else from another;
     among equals from those that send least so far. `bucket_bytes` bounds what any rank sends, and
     what it receives, in one exchange (single rows may exceed it). `ranks`: whose transfers to list;
-    default all. Asserts that the source holds everything.
+    default all. `away`: what is known of these layouts already. Asserts that the source holds
+    everything.
     """
     everyone = sorted({*source, *target})
+    listed = frozenset(everyone if ranks is None else ranks)
     builder = _Builder(
-        routes=Routes(everyone, node_of=node_of),
+        routes=Routes(everyone, node_of=node_of, listed=listed),
+        buckets=Buckets(everyone, bucket_bytes=bucket_bytes),
         itemsize_bytes=itemsize_bytes,
         bucket_bytes=bucket_bytes,
-        listed=frozenset(everyone if ranks is None else ranks),
+        listed=listed,
     )
     for piece in pieces(source, target):
         builder.add(piece)
@@ -101,9 +106,9 @@ def make_plan(
         num_buckets=builder.buckets.count,
         by_rank=builder.rank_plans(),
         received_bytes=received,
-        sent_bytes=builder.routes.sent,
+        sent_bytes=builder.routes.sent(),
         cross_node_bytes=cross_node_bytes,
-        minimum_bytes=bytes_minimum(source, target, itemsize_bytes=itemsize_bytes),
+        minimum_bytes=bytes_minimum(source, target, itemsize_bytes=itemsize_bytes, away=away),
     )
 
 
@@ -111,10 +116,15 @@ class _Builder:
     """The pass over all pieces: sources, buckets, and the transfers of the listed ranks."""
 
     def __init__(
-        self, *, routes: Routes, itemsize_bytes: int, bucket_bytes: int, listed: frozenset[int]
+        self,
+        *,
+        routes: Routes,
+        buckets: Buckets,
+        itemsize_bytes: int,
+        bucket_bytes: int,
+        listed: frozenset[int],
     ) -> None:
-        self.routes = routes
-        self.buckets = Buckets(bucket_bytes)
+        self.routes, self.buckets = routes, buckets
         self._itemsize_bytes, self._bucket_bytes = itemsize_bytes, bucket_bytes
         self._listed = listed
         self._copies: dict[int, list[Transfer]] = {rank: [] for rank in listed}
@@ -124,34 +134,31 @@ class _Builder:
     def add(self, piece: Piece) -> None:
         """List the local copies; cut the rest into parts and choose a sender for each taker."""
         delivery = self.routes.of(piece)
-        for rank in self._listed & delivery.local:
+        for rank in delivery.local:
             self._copies[rank].append(_transfer(piece, piece.box, rank, rank))
         if not delivery.routes:
             return
         largest = self._bucket_bytes // (self._itemsize_bytes * delivery.sends_per_sender)
         for part in cut_rows(piece.box, elements=max(1, largest)):
             size = part.numel * self._itemsize_bytes
-            chosen = [self.routes.choose(route, size_bytes=size) for route in delivery.routes]
-            loads: dict[int, int] = {}
-            for route, senders in zip(delivery.routes, chosen, strict=True):
-                each, more = divmod(len(route.takers), len(senders))
-                for k, sender in enumerate(senders[: len(route.takers)]):
-                    loads[sender] = loads.get(sender, 0) + (each + (k < more)) * size
-            taker = piece.taker.ranks.ranks[0]
-            bucket = self.buckets.place(loads, taker=taker, size_bytes=size)
-            for route, senders in zip(delivery.routes, chosen, strict=True):
-                if route.everyone & self._listed:
-                    self._list(piece, part, route, senders, bucket)
+            choice = self.routes.choose(delivery, size_bytes=size)
+            bucket = self.buckets.place(choice)
+            for route in delivery.listed:
+                self._list(piece, part, route, choice.of(route), bucket)
 
-    def _list(self, piece: Piece, part: Box, route: Route, senders: list[int], bucket: int) -> None:
-        for index, dst in enumerate(route.takers):
-            src = senders[index % len(senders)]
-            if src in self._listed or dst in self._listed:
-                entry = (bucket, _transfer(piece, part, src, dst))
-                if src in self._listed:
-                    self._sends[src].append(entry)
-                if dst in self._listed:
-                    self._receives[dst].append(entry)
+    def _list(
+        self, piece: Piece, part: Box, route: Route, senders: Sequence[int], bucket: int
+    ) -> None:
+        takers, count = route.takers, len(senders)
+        for first, src in enumerate(senders):
+            is_sender_listed = src in self._listed
+            for dst in takers[first::count]:
+                if is_sender_listed or dst in self._listed:
+                    entry = (bucket, _transfer(piece, part, src, dst))
+                    if is_sender_listed:
+                        self._sends[src].append(entry)
+                    if dst in self._listed:
+                        self._receives[dst].append(entry)
 
     def rank_plans(self) -> dict[int, RankPlan]:
         return {
@@ -183,34 +190,3 @@ def _transfer(piece: Piece, part: Box, src: int, dst: int) -> Transfer:
         place.parameter,
         place.region(part),
     )
-
-
-def bytes_minimum(source: Layouts, target: Layouts, *, itemsize_bytes: int) -> dict[int, int]:
-    """Per target rank, the bytes of its boxes that it does not hold itself.
-
-    No plan can receive fewer with this assignment of shards to ranks, and none needs more. Derived
-    from the layouts alone.
-    """
-    known: dict[tuple[int, int], int] = {}
-    found = {}
-    for rank, wanted in target.items():
-        held = source.get(rank, ())
-        key = (id(held), id(wanted))
-        if key not in known:
-            known[key] = _elements_away(held, wanted)
-        found[rank] = known[key] * itemsize_bytes
-    return found
-
-
-def _elements_away(held: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> int:
-    own: dict[str, list[Box]] = {}
-    for placement in held:
-        own.setdefault(placement.tensor, []).append(placement.box)
-    disjoint = {
-        name: list(cells(boxes)) if len(boxes) > 1 else boxes for name, boxes in own.items()
-    }
-    away = 0
-    for placement in wanted:
-        common = (placement.box.intersect(box) for box in disjoint.get(placement.tensor, ()))
-        away += placement.box.numel - sum(box.numel for box in common if box is not None)
-    return away

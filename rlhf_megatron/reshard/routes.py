@@ -1,10 +1,19 @@
-"""Who sends to whom, and in which bucket: the planner's two decisions. Integers only."""
+"""Who sends to whom, and in which bucket: the planner's two decisions. Integers only.
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+NumPy arrays over the senders of a piece: with thousands of ranks, a Python loop over them would
+take most of the planner's time.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_megatron.reshard.pieces import Piece, RankClass
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -14,20 +23,47 @@ class Route:
     senders: tuple[int, ...]
     takers: tuple[int, ...]
     crosses_nodes: bool
-    everyone: frozenset[int]
-    bytes_per_taker: int = 0
-    """Sent so far to each of the takers."""
+
+    def __post_init__(self) -> None:
+        each, more = divmod(len(self.takers), len(self.senders))
+        self.sends = np.array([each + (k < more) for k in range(len(self.senders))])
+        """How many takers the k-th sender serves, in the order in which they are chosen."""
 
 
-@dataclass(frozen=True)
 class Delivery:
     """How a class of takers gets what a set of holders has."""
 
-    local: frozenset[int]
-    """Takers that hold it themselves."""
-    routes: tuple[Route, ...]
+    def __init__(
+        self,
+        *,
+        local: frozenset[int],
+        routes: Sequence[Route],
+        listed: frozenset[int],
+        taker_row: int,
+    ) -> None:
+        self.local = local
+        """Takers that hold it themselves, of the listed ranks."""
+        self.routes = tuple(routes)
+        self.bytes_per_taker = 0
+        """Sent so far to each taker that does not hold it itself."""
+        self.listed = [route for route in routes if listed & {*route.senders, *route.takers}]
+        """Routes with a rank whose transfers are listed."""
+        ranks = sorted({rank for route in routes for rank in route.senders})
+        self.rows: Integers = np.array([*ranks, taker_row], dtype=np.int64)
+        """The senders of all routes, ascending, and the row that stands for the takers."""
+        self.fixed_loads: Integers = np.zeros(len(self.rows), dtype=np.int64)
+        """How often each of `rows` sends a piece where there is no choice, or receives it."""
+        self.fixed_loads[-1] = 1
+        self.free: list[tuple[Route, Integers]] = []
+        """Routes with a choice, and where their senders stand in `rows`."""
+        for route in routes:
+            positions = np.searchsorted(self.rows, route.senders)
+            if len(route.senders) > 1:
+                self.free.append((route, positions))
+            else:
+                self.fixed_loads[positions] += route.sends
 
-    @property
+    @cached_property
     def sends_per_sender(self) -> int:
         """No sender sends a piece more often. (A sender may serve its own node and others.)"""
         times = [-(-len(route.takers) // len(route.senders)) for route in self.routes]
@@ -35,12 +71,36 @@ class Delivery:
         return max(times) if len(far) == len(times) else max(times) + sum(far)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Who sends one piece."""
+
+    rows: Integers
+    """The senders, then the row of the takers."""
+    loads: Integers
+    """Bytes that each sends of it, then those that each taker receives."""
+    orders: dict[Route, Integers]
+    """Per route with a choice: its senders in the order in which the takers, in turn, use them."""
+
+    def of(self, route: Route) -> Sequence[int]:
+        return self.orders[route].tolist() if route in self.orders else route.senders
+
+
 class Routes:
     """Finds routes, once for each pair of holders and takers, and keeps count of the bytes."""
 
-    def __init__(self, everyone: Sequence[int], *, node_of: Callable[[int], int]) -> None:
-        self.sent = dict.fromkeys(everyone, 0)
-        """Bytes that each rank sends."""
+    def __init__(
+        self,
+        everyone: Sequence[int],
+        *,
+        node_of: Callable[[int], int],
+        listed: frozenset[int],
+    ) -> None:
+        self._listed = listed
+        self._num_ranks = max(everyone, default=0) + 1
+        self._moved: Integers = np.zeros(2 * self._num_ranks, dtype=np.int64)
+        """Bytes that each rank sends, then those that each class of takers receives, at the place
+        of its first rank."""
         self._node = {rank: node_of(rank) for rank in everyone}
         self._known: dict[tuple[RankClass, ...], Delivery] = {}
 
@@ -51,24 +111,34 @@ class Routes:
             self._known[key] = self._deliver(holders, takers=piece.taker.ranks.ranks)
         return self._known[key]
 
-    def choose(self, route: Route, *, size_bytes: int) -> list[int]:
-        """Senders in the order in which the takers, in turn, use them: the least loaded first."""
-        senders = sorted(route.senders, key=self.sent.__getitem__)
-        each, more = divmod(len(route.takers), len(senders))
-        for k, sender in enumerate(senders):
-            self.sent[sender] += (each + (k < more)) * size_bytes
-        route.bytes_per_taker += size_bytes
-        return senders
+    def choose(self, delivery: Delivery, *, size_bytes: int) -> Choice:
+        """Where a route has a choice, the least loaded of its senders come first."""
+        before = self._moved[delivery.rows]
+        after = before + delivery.fixed_loads * size_bytes
+        orders = {}
+        for route, positions in delivery.free:
+            chosen = positions[after[positions].argsort(kind="stable")]
+            after[chosen] += route.sends * size_bytes
+            orders[route] = delivery.rows[chosen]
+        self._moved[delivery.rows] = after
+        delivery.bytes_per_taker += size_bytes
+        loads = after - before
+        used = loads.nonzero()[0]
+        return Choice(delivery.rows[used], loads[used], orders)
+
+    def sent(self) -> dict[int, int]:
+        """Bytes sent by each rank."""
+        return {rank: int(self._moved[rank]) for rank in self._node}
 
     def received(self) -> tuple[dict[int, int], int]:
         """Bytes received by each rank, and all bytes that cross nodes."""
-        received, crossing = dict.fromkeys(self.sent, 0), 0
+        received, crossing = dict.fromkeys(self._node, 0), 0
         for delivery in self._known.values():
             for route in delivery.routes:
                 for taker in route.takers:
-                    received[taker] += route.bytes_per_taker
+                    received[taker] += delivery.bytes_per_taker
                 if route.crosses_nodes:
-                    crossing += route.bytes_per_taker * len(route.takers)
+                    crossing += delivery.bytes_per_taker * len(route.takers)
         return received, crossing
 
     def _deliver(self, holders: list[int], *, takers: Sequence[int]) -> Delivery:
@@ -84,58 +154,58 @@ class Routes:
         routes = []
         for where, ranks in away.items():
             senders = holders if where is None else near[where]
-            everyone = frozenset((*senders, *ranks))
-            routes.append(Route(tuple(senders), tuple(ranks), where is None, everyone))
-        return Delivery(local, tuple(routes))
+            routes.append(Route(tuple(senders), tuple(ranks), where is None))
+        return Delivery(
+            local=local & self._listed,
+            routes=routes,
+            listed=self._listed,
+            taker_row=self._num_ranks + takers[0],
+        )
 
 
 class Buckets:
     """Assigns transfers to exchanges of bounded size: each piece to the first one where all its
     ranks have room, so that all pipeline stages send in the same exchange."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, everyone: Sequence[int], *, bucket_bytes: int) -> None:
+        rows = 2 * (max(everyone, default=0) + 1)
         self._bucket_bytes = bucket_bytes
-        self._sending: defaultdict[int, _Fills] = defaultdict(_Fills)
-        """Per sender."""
-        self._taking: defaultdict[int, _Fills] = defaultdict(_Fills)
-        """Per class of takers, by its first rank."""
+        self._room: Integers = np.full((rows, _WINDOW), _EMPTY)
+        """Bytes left in each bucket (column) for each of a Choice's rows."""
+        self._first_open: Integers = np.zeros(rows, dtype=np.int64)
+        """All earlier buckets are at least three quarters full: not searched again."""
+        self.count = 0
 
-    @property
-    def count(self) -> int:
-        return max((len(fills.bytes) for fills in self._taking.values()), default=0)
-
-    def place(self, loads: Mapping[int, int], *, taker: int, size_bytes: int) -> int:
-        """The bucket of a piece: `loads` are the bytes each sender sends of it."""
-        sides = [(self._taking[taker], size_bytes)]
-        sides += [(self._sending[rank], load) for rank, load in loads.items()]
-        bucket = max(fills.first_open for fills, _ in sides)
-        while not all(fills.fits(bucket, load, self._bucket_bytes) for fills, load in sides):
-            bucket += 1
-        for fills, load in sides:
-            fills.add(bucket, load, self._bucket_bytes)
+    def place(self, choice: Choice) -> int:
+        """The bucket of a piece."""
+        rows, loads = choice.rows, choice.loads
+        bucket = self._first_with_room(rows, loads=loads)
+        left = np.minimum(self._room[rows, bucket], self._bucket_bytes) - loads
+        self._room[rows, bucket] = left
+        full = rows[left <= self._bucket_bytes // 4]
+        full = full[self._first_open[full] == bucket]
+        while len(full):
+            self._first_open[full] += 1
+            full = full[self._room[full, self._first_open[full]] <= self._bucket_bytes // 4]
+        self.count = max(self.count, bucket + 1)
         return bucket
 
+    def _first_with_room(self, rows: Integers, *, loads: Integers) -> int:
+        start = int(self._first_open[rows].max())
+        while True:
+            stop = start + _WINDOW
+            if stop >= self._room.shape[1]:
+                more = np.full_like(self._room, _EMPTY)
+                self._room = np.concatenate([self._room, more], axis=1)
+            enough = self._room[rows, start:stop] >= loads[:, None]
+            fits = np.logical_and.reduce(enough, axis=0)
+            first = int(fits.argmax())
+            if fits[first]:
+                return start + first
+            start = stop
 
-class _Fills:
-    """Bytes in each bucket of one rank."""
 
-    __slots__ = ("bytes", "first_open")
-
-    def __init__(self) -> None:
-        self.bytes: list[int] = []
-        self.first_open = 0
-        """All earlier buckets are at least three quarters full: not searched again."""
-
-    def fits(self, bucket: int, load: int, limit: int) -> bool:
-        if bucket >= len(self.bytes):
-            return True
-        fill = self.bytes[bucket]
-        return not fill or fill + load <= limit
-
-    def add(self, bucket: int, load: int, limit: int) -> None:
-        fills = self.bytes
-        while len(fills) <= bucket:
-            fills.append(0)
-        fills[bucket] += load
-        while self.first_open < len(fills) and 4 * fills[self.first_open] >= 3 * limit:
-            self.first_open += 1
+_WINDOW = 8
+"""Buckets searched at once."""
+_EMPTY = 1 << 60
+"""Room in an empty bucket, which takes any piece."""

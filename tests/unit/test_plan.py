@@ -17,7 +17,8 @@ from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.layout.vllm import vllm_layouts, vllm_rank_layout
 from rlhf_megatron.reshard.engines import propose_engines
-from rlhf_megatron.reshard.plan import ReshardPlan, bytes_minimum, make_plan
+from rlhf_megatron.reshard.minimum import bytes_minimum
+from rlhf_megatron.reshard.plan import ReshardPlan, make_plan
 
 ARCH = small(num_attention_heads=12, num_key_value_heads=12, num_layers=12)
 
