@@ -25,7 +25,7 @@ from rlhf_megatron.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError
 
 POLL_SECONDS = 0.2
 ACKNOWLEDGE_SECONDS = 10.0
-SILENT_SECONDS = 45.0
+SILENT_SECONDS = 600.0
 """Without a sign of life for so long, a rank on another node counts as dead."""
 DEATH_WAIT_SECONDS = 2.0
 """When a peer dies, collectives fail on the others: so long they wait for its neighbour's word."""

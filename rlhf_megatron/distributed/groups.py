@@ -26,7 +26,9 @@ class GroupFactory:
     """Makes each set of ranks into a process group once, so that roles of one layout share groups.
 
     A group is made by its members alone (use_local_synchronization): at 512 ranks that is a handful
-    of groups a rank in place of thousands. All ranks must ask for their groups in the same order.
+    of groups a rank in place of thousands. All ranks must ask for their groups in the same order,
+    and before the rollout engines are built: torch names such a group by what the process has made
+    so far, and ranks with engines of their own have made more.
     """
 
     def __init__(self, *, timeout_seconds: float, backend: str = "gloo") -> None:
