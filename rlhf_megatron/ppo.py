@@ -20,13 +20,13 @@ from rlhf_megatron.algorithms.gae import (
 from rlhf_megatron.algorithms.kl import KlController
 from rlhf_megatron.algorithms.losses import LossSum, explained_variance, policy_loss, value_loss
 from rlhf_megatron.algorithms.minibatch import mini_batches
-from rlhf_megatron.algorithms.partition import balanced_partition, pack_for_ranks
 from rlhf_megatron.algorithms.ragged import response_sums
 from rlhf_megatron.algorithms.rewards import token_rewards
 from rlhf_megatron.algorithms.whitening import whiten
 from rlhf_megatron.batch import RaggedBatch
-from rlhf_megatron.engine.microbatch import MicroBatch, make_micro_batch
+from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import LossResult, ModelEngine, StepResult
+from rlhf_megatron.micro_batches import micro_batches_of
 
 POLICY_FIELDS = ("old_logprobs", "advantages", "loss_mask")
 VALUE_FIELDS = ("values", "returns", "loss_mask")
@@ -286,29 +286,14 @@ class PpoStep:
         *,
         fields: Sequence[str],
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of a mini-batch: as many as every other replica has."""
-        groups = engine.model.groups
-        lengths: list[int] = batch.lengths.tolist()
-        parts = balanced_partition(
-            [lengths[i] for i in mini_batch], num_parts=groups.layout.data_parallel_size
-        )
-        samples_of = [[mini_batch[i] for i in part] for part in parts]
-        packed = pack_for_ranks(
-            [[lengths[i] for i in samples] for samples in samples_of],
+        return micro_batches_of(
+            engine,
+            batch=batch,
+            samples=mini_batch,
+            fields=fields,
             micro_batch_tokens=self._config.micro_batch_tokens,
             micro_batch_samples=self._config.micro_batch_samples,
         )
-        replica = groups.coordinates.dp
-        return [
-            make_micro_batch(
-                batch,
-                samples=[samples_of[replica][i] for i in pack],
-                fields=fields,
-                pad_to_multiple=engine.pad_to_multiple,
-                device=engine.device,
-            )
-            for pack in packed[replica]
-        ]
 
     def _kl_metrics(self, batch: RaggedBatch) -> dict[str, float]:
         """kl/mean: mean over responses with a valid token of the summed log-ratio, in nats."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.partition import balanced_partition, pack_for_ranks
 from rlhf_megatron.batch import from_sequences
 from rlhf_megatron.data.config import WarmupConfig
 from rlhf_megatron.data.prompts import Demonstration
-from rlhf_megatron.engine.microbatch import MicroBatch, make_micro_batch
+from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import LossResult, ModelEngine
+from rlhf_megatron.micro_batches import micro_batches_of
 
 
 class SupervisedWarmup:
@@ -39,25 +39,14 @@ class SupervisedWarmup:
         batch = from_sequences(
             [d.prompt_ids for d in drawn], responses=[d.response_ids for d in drawn]
         )
-        groups = self._actor.model.groups
-        lengths: list[int] = batch.lengths.tolist()
-        parts = balanced_partition(lengths, num_parts=groups.layout.data_parallel_size)
-        packed = pack_for_ranks(
-            [[lengths[i] for i in part] for part in parts],
-            micro_batch_tokens=self._micro_batch_tokens,
-        )
-        mine = groups.coordinates.dp
         result = self._actor.train_step(
-            [
-                make_micro_batch(
-                    batch,
-                    samples=[parts[mine][i] for i in pack],
-                    fields=(),
-                    pad_to_multiple=self._actor.pad_to_multiple,
-                    device=self._actor.device,
-                )
-                for pack in packed[mine]
-            ],
+            micro_batches_of(
+                self._actor,
+                batch=batch,
+                samples=range(len(batch)),
+                fields=(),
+                micro_batch_tokens=self._micro_batch_tokens,
+            ),
             loss=self._loss,
             learning_rate=self._config.learning_rate,
         )
