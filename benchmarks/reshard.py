@@ -8,6 +8,7 @@ bucket size:
 
   ours    the plan, with the engines that it proposes
   gather  (a) pipeline broadcast and tensor all-gather of whole buckets, cut to the engine's shard
+  of link bytes a second that ours received, as a share of the rate of large all-to-alls
   core    (b) megatron.core.resharding from one Megatron model into another, where it applies (no
           virtual stages); beside it ours between the same two models
 
@@ -50,6 +51,8 @@ DTYPE = torch.bfloat16
 PAIRS = ("tp2,pp4>tp2", "tp4,pp2>tp4", "tp2,pp2,dp2>tp4", "tp1,pp4,dp2>tp2")
 SAMPLE_SECONDS = 0.01
 PERIOD, LONGEST_ROW = 1 << 20, 1 << 15
+LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""Of each collective that measures the link."""
 
 
 def _llama(**numbers: int | bool) -> ModelArchitecture:
@@ -233,7 +236,7 @@ def checker(
 
 
 def measure_rank(options: argparse.Namespace) -> int:
-    """One rank of all pairs; rank 0 writes what was found."""
+    """One rank of one pair; rank 0 writes what was found."""
 
     def body(context, channel) -> None:  # type: ignore[no-untyped-def]
         import torch.distributed as dist
@@ -241,14 +244,12 @@ def measure_rank(options: argparse.Namespace) -> int:
         from rlhf_megatron.distributed.groups import GroupFactory
 
         factory = GroupFactory(timeout_seconds=600.0, backend=context.backend)
-        found = []
-        for text in options.pairs:
-            pair = parse_pair(text, num_ranks=dist.get_world_size())
-            found.append(_measure_pair(pair, options=options, context=context, factory=factory))
-            if context.rank == 0:
-                options.result.write_text(json.dumps(found))
-                print(row(found[-1]), flush=True)
-            gc.collect()
+        pair = parse_pair(options.pairs[0], num_ranks=dist.get_world_size())
+        found = {"num_ranks": dist.get_world_size()}
+        found["link"] = link_rates(context.job_group, device=context.device)
+        found |= _measure_pair(pair, options=options, context=context, factory=factory)
+        if context.rank == 0:
+            options.result.write_text(json.dumps(found))
 
     return run_ranks(body, config=DistributedConfig(device=options.device))
 
@@ -319,7 +320,7 @@ def _against_core(pair, *, arch, model, groups, options, context, factory) -> di
     models = [
         build_model(
             arch, head="lm", groups=g, precision="bf16", layer_spec_name="local", device=device,
-            seed=1, initialize=False,
+            seed=1,
         )
         for g in (groups, target_groups)
     ]  # fmt: skip
@@ -379,6 +380,33 @@ def _rounds(ways: list[Way], *, rounds: int, group, device: torch.device) -> dic
     }
 
 
+def link_rates(group, *, device: torch.device) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    """10^9 bytes a second that a rank receives in large collectives of all ranks at once."""
+    import torch.distributed as dist
+
+    size = dist.get_world_size(group)
+    count = (LINK_BYTES[device.type] // size) * size
+    sent, received = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
+    share = received[: count // size]
+    ways: dict[str, Callable[[], object]] = {
+        "all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(sent, share, group=group),
+    }
+    rates = {}
+    for name, run in ways.items():
+        times = []
+        for _ in range(6):
+            _synchronize(device)
+            dist.barrier(group=group)
+            start = time.perf_counter()
+            run()
+            _synchronize(device)
+            took = _over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX, group, device)
+            times.append(took)
+        rates[name] = count * (size - 1) / size / statistics.median(times[1:]) / 1e9
+    return rates
+
+
 def _over_ranks(value: float, operation, group, device: torch.device) -> float:  # type: ignore[no-untyped-def]
     import torch.distributed as dist
 
@@ -393,8 +421,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 HEADER = (
-    "pair                ratio to minimum |  ours s  gather s  bytes x  speed x  needed | extra MB"
-    " ours  gather | Megatron to Megatron: ours s  core s  speed x  extra MB ours  core"
+    "pair                ratio to minimum |  ours s  of link  gather s  bytes x  speed x  needed |"
+    " extra MB ours  gather | Megatron to Megatron: ours s  core s  speed x  extra MB ours  core"
 )
 
 
@@ -402,16 +430,18 @@ def row(found: dict) -> str:
     """One line of the table."""
     ours, gather = found["ours_seconds"], found["gather_seconds"]
     byte_ratio = found["gather_bytes"] / max(found["ours_bytes"], 1)
+    rate = found["ours_bytes"] / found["num_ranks"] / statistics.median(ours) / 1e9
     text = (
         f"{found['pair']:20s}{found['ours_bytes'] / max(found['minimum'], 1):16.3f} |"
-        f"{statistics.median(ours):8.3f}{statistics.median(gather):10.3f}{byte_ratio:9.2f}"
+        f"{statistics.median(ours):8.4f}{rate / found['link']['all_to_all']:9.2f}"
+        f"{statistics.median(gather):10.4f}{byte_ratio:9.2f}"
         f"{speed_up(gather, ours):9.2f}{0.8 * byte_ratio:8.2f} |"
         f"{found['ours_memory'] / 1e6:14.0f}{found['gather_memory'] / 1e6:8.0f} |"
     )
     if "core_seconds" in found:
         ours, core = found["ours_megatron_seconds"], found["core_seconds"]
         text += (
-            f"{statistics.median(ours):29.3f}{statistics.median(core):8.3f}"
+            f"{statistics.median(ours):29.4f}{statistics.median(core):8.4f}"
             f"{speed_up(core, ours):9.2f}{found['ours_megatron_memory'] / 1e6:15.0f}"
             f"{found['core_memory'] / 1e6:6.0f}"
         )
@@ -449,13 +479,29 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     )
+    found = [measured(pair, options=options) for pair in options.pairs]
+    rates = {name: statistics.median(f["link"][name] for f in found) for name in found[0]["link"]}
+    text = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
+    print(f"received by a rank in large collectives: {text}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+def measured(pair: str, *, options: argparse.Namespace) -> dict:
+    """Measure a pair on ranks of its own, and print its line."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, *sys.argv, "--result", str(result)]
+        words = ["--pairs", pair, "--shape", options.shape, "--device", options.device]
+        words += ["--bucket-mb", str(options.bucket_mb), "--rounds", str(options.rounds)]
+        words += ["--skip-core"] if options.skip_core else []
+        command = [sys.executable, __file__, *words, "--result", str(result)]
         code = launch(command, num_processes=options.num_ranks)
-        if code == 0 and options.json:
-            options.json.write_text(result.read_text() + "\n")
-    return code
+        if code:
+            raise SystemExit(code)
+        found: dict = json.loads(result.read_text())
+    print(row(found), flush=True)
+    return found
 
 
 if __name__ == "__main__":
