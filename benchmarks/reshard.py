@@ -21,6 +21,7 @@ bit, with slices of the whole model. Extra memory is measured in a round of its 
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -429,10 +430,10 @@ HEADER = (
 def row(found: dict) -> str:
     """One line of the table."""
     ours, gather = found["ours_seconds"], found["gather_seconds"]
-    byte_ratio = found["gather_bytes"] / max(found["ours_bytes"], 1)
+    byte_ratio = found["gather_bytes"] / (found["ours_bytes"] or math.nan)
     rate = found["ours_bytes"] / found["num_ranks"] / statistics.median(ours) / 1e9
     text = (
-        f"{found['pair']:20s}{found['ours_bytes'] / max(found['minimum'], 1):16.3f} |"
+        f"{found['pair']:20s}{found['ours_bytes'] / (found['minimum'] or math.nan):16.3f} |"
         f"{statistics.median(ours):8.4f}{rate / found['link']['all_to_all']:9.2f}"
         f"{statistics.median(gather):10.4f}{byte_ratio:9.2f}"
         f"{speed_up(gather, ours):9.2f}{0.8 * byte_ratio:8.2f} |"
