@@ -45,7 +45,7 @@ EXCEPTIONS = {
 NEVER_EACH_OTHER = {"algorithms", "engine", "rollout", "reshard"}
 OBSERVABILITY_IMPORTERS = {"engine", "reshard", "rollout", "trainer", "top"}
 DEPENDENCIES = {
-    "megatron": {"distributed", "models", "engine", "checkpoint"},
+    "megatron": {"distributed", "models", "engine", "checkpoint", "benchmarks"},
     "vllm": {"rollout/vllm"},
     "transformers": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools", "benchmarks"},
     "safetensors": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools", "benchmarks"},
