@@ -310,6 +310,12 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"rollout.stop_token_ids={rollout.stop_token_ids}: must be 0 or above; remove others"
     if not all(rollout.stop_tokens):
         yield f"rollout.stop_tokens={rollout.stop_tokens}: holds an empty text; remove it"
+    if config.reshard.interval > 1 and rollout.sleep_level == 2:
+        yield (
+            f"rollout.sleep_level=2: drops the engine's weights, which reshard.interval="
+            f"{config.reshard.interval} writes only every {config.reshard.interval} steps; set "
+            "rollout.sleep_level=1, or reshard.interval=1"
+        )
     warmup = config.warmup
     if warmup.steps and not warmup.demonstrations:
         yield (
@@ -329,6 +335,12 @@ def _ppo(config: Config) -> Iterator[str]:
         )
     if 0 < ppo.dual_clip <= 1:
         yield f"ppo.dual_clip={ppo.dual_clip}: must be 0 (off) or above 1; take 3, or 0"
+    cap = ppo.importance_sampling.cap
+    if 0 < cap < 1:
+        yield (
+            f"ppo.importance_sampling.cap={cap}: must be 0 (off) or at least 1, since a token on "
+            "policy weighs 1; take 2, or 0"
+        )
     kl = ppo.kl
     if kl.place == "reward" and kl.estimator != "k1":
         yield (

@@ -45,6 +45,10 @@ class SyncReport:
         }
 
 
+NO_SYNC = SyncReport(bytes_received=0, bytes_minimum=0, own_bytes_received=0, seconds=0.0)
+"""Of a step that leaves the engines as they are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitActor:
     """An actor on some of the ranks, as all ranks know it."""
