@@ -55,9 +55,9 @@ def check_start(
 ) -> StartReport:
     """Collective over the job. The engines hold the actor's weights, `version`.
 
-    `log_probs` gives the trainer's of a whole batch, [R]. The same prompts go to all engines: greedy before and after the sleep, then
-    sampled as training samples. Engines seed each request and put the global generators back, so
-    the run's random numbers stay as they are.
+    `log_probs` gives the trainer's of a whole batch, [R]. The same prompts go to all engines:
+    greedy before and after the sleep, then sampled as training samples. Engines seed each request
+    and put the global generators back, so the run's random numbers stay as they are.
 
     Raises checks.InvariantError on all ranks where greedy tokens change or the log-probs differ by
     more than `config` allows, under its action "stop"; "warn" logs it.
