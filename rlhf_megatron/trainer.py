@@ -125,6 +125,7 @@ class Trainer:
             device=context.device,
             node_of=context.node_of,
         )
+        self.say(str(sync))
         self.weights = EngineWeights(
             engine,
             sync=sync,

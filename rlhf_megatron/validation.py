@@ -15,6 +15,7 @@ from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.rollout.config import refused_engine_args
 
 NOT_SUPPORTED_YET = {
     "context_parallel_size": "context parallelism is",
@@ -308,6 +309,15 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"rollout.top_k={rollout.top_k}: a cut tail {reason}; set -1 (off)"
     if any(token < 0 for token in rollout.stop_token_ids):
         yield f"rollout.stop_token_ids={rollout.stop_token_ids}: must be 0 or above; remove others"
+    yield from refused_engine_args(rollout.engine_args)
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    batched = rollout.max_num_batched_tokens
+    if not rollout.enable_chunked_prefill and 0 < batched < longest:
+        yield (
+            f"rollout.max_num_batched_tokens={batched}: without rollout.enable_chunked_prefill it "
+            f"must hold a whole prompt and response, {longest} tokens; set {longest} or 0, or "
+            "rollout.enable_chunked_prefill=true"
+        )
     if not all(rollout.stop_tokens):
         yield f"rollout.stop_tokens={rollout.stop_tokens}: holds an empty text; remove it"
     if config.reshard.interval > 1 and rollout.sleep_level == 2:
