@@ -148,8 +148,8 @@ def report(result: dict, *, options: argparse.Namespace) -> int:
         worst = max(worst, *map(abs, percent))
         ranks.append({"base_bytes": base, "end_percent": percent[-1], "most_percent": max(percent)})
         print(
-            f"rank {rank}: {base / 1e6:.1f} MB after {options.warmup} syncs; then {min(percent):+.3f}"
-            f" to {max(percent):+.3f} %, {percent[-1]:+.3f} % after {options.syncs}"
+            f"rank {rank}: {base / 1e6:.1f} MB after {options.warmup} syncs; then "
+            f"{min(percent):+.3f} to {max(percent):+.3f} %, {percent[-1]:+.3f} % at the end"
         )
     summary = {
         "syncs": options.syncs,

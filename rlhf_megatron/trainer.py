@@ -74,6 +74,8 @@ class Trainer:
         self.console = Console(total_steps=config.run.steps, enabled=self.is_main)
         ledger.listeners.append(self.console)
         architectures = read_architectures(config)
+        # Before anything slow: vLLM may be missing, or not know an argument.
+        resolved = assembly.choose_engine(config, context=context, say=self.say)
         data = assembly.load_data(config, architectures=architectures)
         self.prompts = data.prompts
         scorer = assembly.build_scorer(config, prompts=data.prompts, device=context.device)
@@ -110,7 +112,7 @@ class Trainer:
                 self.ref.move_weights(torch.device("cpu"))
 
         placement = assembly.choose_placement(
-            config, actor=self.actor.model, context=context, say=self.say
+            config, resolved=resolved, actor=self.actor.model, context=context, say=self.say
         )
         self.num_engines = len(placement.engines)
         engine = assembly.build_rollout_engine(config, placement=placement, context=context)

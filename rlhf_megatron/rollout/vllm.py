@@ -1,8 +1,7 @@
 """The rollout engine of choice: vLLM in the trainer's own processes, weights written in place."""
 
-import difflib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rlhf_megatron.layout.architecture import ModelArchitecture, read_architectu
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.vllm import VOCAB_PARAMETERS, vllm_problems, vllm_rank_layout
 from rlhf_megatron.rollout import vllm_fit
-from rlhf_megatron.rollout.config import RolloutConfig, refused_engine_args
+from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
 from rlhf_megatron.rollout.parameters import layout_problems, listed
 from rlhf_megatron.rollout.responses import Request, Response, SeedPlan, list_requests, to_batch
@@ -42,8 +41,8 @@ class VllmEngine(RolloutEngine):
     `parameters()` and announced by `weights_written`.
 
     Where vLLM lays the weights out in a way of its own, `reload_reason` says so, and they come
-    through `load_weights`. Raises ConfigError where `engine_args` holds an argument that vLLM does
-    not know or the trainer sets.
+    through `load_weights`. Raises ConfigError where the model cannot be cut over the ranks.
+    `factory.resolve_engine` has checked `config.engine_args`.
     """
 
     name = "vllm"
@@ -79,7 +78,6 @@ class VllmEngine(RolloutEngine):
             raise ConfigError([f"rollout.tensor_parallel_size: {text}" for text in problems])
         vllm = vllm_fit.import_vllm(device=device)
         self._sampling_params = vllm.SamplingParams
-        check_engine_args(config.engine_args, known=vllm_fit.engine_argument_names(vllm))
         arguments = llm_arguments(
             model_dir,
             config=config,
@@ -218,7 +216,7 @@ def llm_arguments(
     max_model_len: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's LLM(); those of `engine_args` are checked by `check_engine_args`."""
+    """Arguments of vLLM's LLM(); `engine_args` come last but for the trainer's own."""
     on_cpu = device.type == "cpu"
     fixed: dict[str, Any] = {
         "model": os.fspath(model_dir),
@@ -256,20 +254,6 @@ def llm_arguments(
         )
     free = {"disable_log_stats": True, "enable_prefix_caching": True}
     return {**free, **config.engine_args, **fixed}
-
-
-def check_engine_args(engine_args: Mapping[str, Any], *, known: Collection[str]) -> None:
-    """Raise ConfigError, with all problems, unless each is one that vLLM takes and we do not set.
-
-    `known`: the names that vLLM takes.
-    """
-    problems = refused_engine_args(engine_args)
-    for name in sorted(set(engine_args) - set(known)):
-        near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-        mean = f"; did you mean {', '.join(near)}?" if near else "; remove it"
-        problems.append(f"rollout.engine_args.{name}: vLLM takes no such argument{mean}")
-    if problems:
-        raise ConfigError(problems)
 
 
 def cpu_kv_cache_bytes(
