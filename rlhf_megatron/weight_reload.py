@@ -98,23 +98,31 @@ class ReloadSync:
         """
         stats = ReloadStats()
         stream = self._stream(stats, verify=verify)
-        failure = ""
+        raised: Exception | None = None
         try:
             if engine is not None:
                 engine.load_weights(stream)
         except Exception as error:
-            failure = f"rank {self._rank}: {type(error).__name__}: {error}"
             raised = error
-        for _ in stream:  # the others wait for this rank in every bucket
-            pass
-        failures: list[str] = [""] * dist.get_world_size(self._group)
-        dist.all_gather_object(failures, failure, group=self._group)
-        if any(failures):
-            message = "; ".join(text for text in failures if text)
-            raise RuntimeError(
-                f"weight reload: the engine did not take the weights: {message}"
-            ) from (raised if failure else None)
+        try:
+            for _ in stream:  # the others wait for this rank in every bucket
+                pass
+        except Exception as error:
+            raised = raised or error
+        self._raise_together(raised)
         return stats
+
+    def _raise_together(self, error: Exception | None) -> None:
+        text = f"{type(error).__name__}: {error}" if error is not None else ""
+        texts: list[str] = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(texts, text, group=self._group)
+        found = dict.fromkeys(other for other in texts if other)
+        if found:
+            by_rank = [
+                f"ranks {[rank for rank, other in enumerate(texts) if other == message]}: {message}"
+                for message in found
+            ]
+            raise RuntimeError("weight reload failed on " + "; on ".join(by_rank)) from error
 
     def _stream(self, stats: ReloadStats, *, verify: bool) -> Iterator[tuple[str, Tensor]]:
         """Every tensor whole, on rollout ranks; elsewhere nothing, bucket by bucket all the same.

@@ -106,4 +106,4 @@ def test_greedy_equals_transformers_after_each_reload(tmp_path, packed, kinds) -
         assert "qkv_proj.weight has shape (0,)" in results[0]["llama"]["line"]
     else:
         assert len({result["failure"] for result in results}) == 1
-        assert "rank 1: KeyError: 'no such tensor here'" in results[0]["failure"]
+        assert "ranks [1]: KeyError: 'no such tensor here'" in results[0]["failure"]
