@@ -22,6 +22,7 @@ from rlhf_megatron.rollout.responses import Response, SeedPlan, list_requests, t
 from rlhf_megatron.rollout.seeds import engine_seed, request_seed
 from rlhf_megatron.rollout.vllm import (
     CPU_KV_CACHE_BYTES_MAX,
+    VllmEngine,
     cpu_kv_cache_bytes,
     llm_arguments,
 )
@@ -276,3 +277,52 @@ def test_arguments_on_a_gpu() -> None:
     assert "block_size" not in found and found["enable_chunked_prefill"]
     found = arguments(gpu, RolloutConfig(kv_cache_memory_gb=1.5, sleep_level=0))
     assert found["kv_cache_memory_bytes"] == 1_500_000_000 and not found["enable_sleep_mode"]
+
+
+class SleepingLlm:
+    """Notes what the engine asks of vLLM."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def sleep(self, *, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, *, tags: list[str]) -> None:
+        self.calls.append(("wake", tags))
+
+
+def sleeping_engine(*, level: int, device: str) -> VllmEngine:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._llm = SleepingLlm()
+    engine._config = RolloutConfig(sleep_level=level)
+    engine._device = torch.device(device)
+    engine._asleep, engine._weight_version = frozenset(), 3
+    return engine
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_once_and_wakes_by_tag(level: int) -> None:
+    engine = sleeping_engine(level=level, device="cuda")
+    engine.sleep()
+    engine.sleep()
+    # What level 2 dropped must be written before it is used.
+    assert (engine._weight_version is None) == (level == 2)
+    with pytest.raises(AssertionError, match="sleeping"):
+        engine.parameters()
+    engine.wake(tags=["weights"])
+    engine.wake(tags=["weights", "kv_cache"])
+    engine.wake(tags=["kv_cache"])
+    assert engine._llm.calls == [
+        ("sleep", level),
+        ("wake", ["weights"]),
+        ("wake", ["kv_cache"]),
+    ]
+
+
+@pytest.mark.parametrize(("level", "device"), [(0, "cuda"), (1, "cpu"), (2, "cpu")])
+def test_an_engine_that_cannot_or_may_not_sleep_stays_awake(level: int, device: str) -> None:
+    engine = sleeping_engine(level=level, device=device)
+    engine.sleep()
+    engine.wake(tags=["weights", "kv_cache"])
+    assert engine._llm.calls == [] and engine._weight_version == 3
