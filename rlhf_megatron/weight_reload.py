@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_megatron.layout.boxes import LogicalTensor, RankLayout
 from rlhf_megatron.layout.cuts import whole
-from rlhf_megatron.reshard.execute import Resharder
+from rlhf_megatron.reshard.execute import BUCKETS_IN_FLIGHT, Resharder
 from rlhf_megatron.reshard.pieces import Layouts
 from rlhf_megatron.reshard.plan import make_plan
 from rlhf_megatron.reshard.verify import verify_reshard
@@ -72,7 +72,7 @@ class ReloadSync:
                 held,
                 target,
                 itemsize_bytes=dtype.itemsize,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=max(1, bucket_bytes // BUCKETS_IN_FLIGHT),
                 node_of=node_of,
                 ranks=[rank],
             )

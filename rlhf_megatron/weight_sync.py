@@ -13,7 +13,7 @@ from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.reshard.config import ReshardConfig
-from rlhf_megatron.reshard.execute import Resharder, ReshardStats
+from rlhf_megatron.reshard.execute import BUCKETS_IN_FLIGHT, Resharder, ReshardStats
 from rlhf_megatron.reshard.plan import make_plan
 from rlhf_megatron.reshard.verify import verify_reshard
 from rlhf_megatron.rollout.contract import RolloutEngine
@@ -111,7 +111,7 @@ class WeightSync:
             self._source,
             self._target,
             itemsize_bytes=dtype.itemsize,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes // BUCKETS_IN_FLIGHT,
             node_of=node_of,
             ranks=[rank],
         )

@@ -10,8 +10,9 @@ class ReshardConfig:
     """How the actor's weights travel into the engines."""
 
     bucket_mb: float = number(256.0, minimum=0, exclusive=True)
-    """Largest transfer buffer in 10^6 bytes; at most two exist at once. A larger tensor is cut.
-    Default 256."""
+    """A sync's transfer buffers take at most twice this, in 10^6 bytes: two to send from and two to
+    receive in, so that one travels while its neighbour is packed. A larger tensor is cut. Default
+    256."""
 
     interval: int = number(1, minimum=1)
     """Steps from one weight sync to the next. 1 (default): the engines always sample from the

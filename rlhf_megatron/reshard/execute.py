@@ -1,9 +1,12 @@
-"""Carrying out a plan: local copies, then one uneven all-to-all per bucket, written in place."""
+"""Carrying out a plan: local copies, and one uneven all-to-all per bucket, written in place.
+
+While one bucket travels, the one before it is unpacked and the one after it is packed.
+"""
 
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.reshard.plan import ReshardPlan, Transfer
+from rlhf_megatron.reshard.strips import Strip, join
 
 logger = logging.getLogger("rlhf_megatron.reshard")
 
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Parameters by name, or what returns them: looked up in each run, since storage may move."""
+
+BUCKETS_IN_FLIGHT = 2
+"""One travels, its neighbour is packed or unpacked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,30 +30,49 @@ class ReshardStats:
     """What one sync did on this rank."""
 
     bytes_received: int
-    """Counted as the transfers arrive from other ranks."""
+    """Counted as the transfers from other ranks are written."""
     bytes_minimum: int
     """The least this rank could receive, from the layouts."""
     seconds: float
     num_operations: int
     """Collectives."""
+    buffer_bytes: int
+    """Of all transfer buffers."""
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One bucket: transfers in the order of the group's ranks, and bytes per group rank."""
+    """One bucket: strips in the order of the group's ranks, and bytes per group rank."""
 
-    sends: list[Transfer]
-    receives: list[Transfer]
+    sends: list[Strip]
+    receives: list[Strip]
     send_bytes: list[int]
     receive_bytes: list[int]
+
+
+class _Buffer:
+    """A place for one bucket."""
+
+    def __init__(self, num_bytes: int, *, device: torch.device) -> None:
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def head(self, num_bytes: int) -> Tensor:
+        return self._bytes[:num_bytes]
+
+    def slots(self, strips: Sequence[Strip], *, dtype: torch.dtype) -> Sequence[Tensor]:
+        """A flat place for each strip, one after another."""
+        counts = [strip.numel for strip in strips]
+        typed: Tensor = self._bytes[: sum(counts) * dtype.itemsize].view(dtype)
+        return typed.split(counts)
 
 
 class Resharder:
     """Moves weights by one plan, over and over.
 
     Collective over `group`, whose ranks may send, receive, both or neither. Elements travel as
-    `dtype`, converted by the sender. `device` holds the two buffers, which stay until
-    `release_buffers`. With the environment variable RLHF_MEGATRON_DEBUG=1 each collective is
+    `dtype`, converted by the sender. `device` holds the buffers, two to send from and two to
+    receive in, each of the size of the plan's largest bucket; they stay until `release_buffers`.
+    With the environment variable RLHF_MEGATRON_DEBUG=1 each collective is timed, by itself, and
     logged.
     """
 
@@ -62,13 +88,14 @@ class Resharder:
         device: torch.device,
     ) -> None:
         assert dtype.itemsize == plan.itemsize_bytes, (dtype, plan.itemsize_bytes)
-        self._plan, self._rank, self._group = plan, rank, group
+        self._rank, self._group = rank, group
         self._source, self._target = source, target
         self._dtype, self._device = dtype, device
+        self._minimum_bytes = plan.minimum_bytes.get(rank, 0)
         self._debug = os.environ.get("RLHF_MEGATRON_DEBUG") == "1"
         ranks = dist.get_process_group_ranks(group)
         mine = plan.by_rank.get(rank)
-        self._copies = mine.copies if mine else []
+        self._copies = join(mine.copies if mine else [])
         empty: list[list[Transfer]] = [[] for _ in range(plan.num_buckets)]
         self._exchanges = [
             _exchange(sends, receives=receives, ranks=ranks, itemsize_bytes=plan.itemsize_bytes)
@@ -76,8 +103,12 @@ class Resharder:
                 mine.sends if mine else empty, mine.receives if mine else empty, strict=True
             )
         ]
-        self._send_buffer: Tensor | None = None
-        self._receive_buffer: Tensor | None = None
+        in_flight = min(BUCKETS_IN_FLIGHT, len(self._exchanges))
+        self._buffer_bytes = [
+            max((sum(e.send_bytes) for e in self._exchanges), default=0),
+            max((sum(e.receive_bytes) for e in self._exchanges), default=0),
+        ] * in_flight
+        self._buffers: list[_Buffer] = []
 
     @torch.no_grad()
     def run(self) -> ReshardStats:
@@ -85,56 +116,77 @@ class Resharder:
         self._synchronize()
         start = time.perf_counter()
         source, target = _look_up(self._source), _look_up(self._target)
-        for copy in self._copies:
-            # Through `dtype` as a transfer would go, so that replicas are equal bit for bit.
-            value = source[copy.source_parameter][copy.source_region].to(self._dtype)
-            target[copy.target_parameter][copy.target_region].copy_(value)
-        received = sum(
-            self._run_exchange(exchange, number=number, source=source, target=target)
-            for number, exchange in enumerate(self._exchanges)
-        )
+        if not self._buffers:
+            self._buffers = [_Buffer(size, device=self._device) for size in self._buffer_bytes]
+        received, count = 0, len(self._exchanges)
+        travelling: dist.Work | None = None
+        for number in range(count):
+            self._pack(number, source=source)
+            begun = self._begin(number)
+            # The local copies are spread over the exchanges, to pass the time of each.
+            self._copy_locally(self._copies[number::count], source=source, target=target)
+            if travelling is not None:
+                travelling.wait()
+                received += self._unpack(number - 1, target=target)
+            travelling = begun
+        if travelling is not None:
+            travelling.wait()
+            received += self._unpack(count - 1, target=target)
+        else:
+            self._copy_locally(self._copies, source=source, target=target)
         self._synchronize()
         return ReshardStats(
             bytes_received=received,
-            bytes_minimum=self._plan.minimum_bytes.get(self._rank, 0),
+            bytes_minimum=self._minimum_bytes,
             seconds=time.perf_counter() - start,
-            num_operations=len(self._exchanges),
+            num_operations=count,
+            buffer_bytes=sum(self._buffer_bytes),
         )
 
     def release_buffers(self) -> None:
         """Give the buffers' memory back; the next run allocates them again."""
-        self._send_buffer = self._receive_buffer = None
+        self._buffers = []
 
-    def _run_exchange(
+    def _copy_locally(
         self,
-        exchange: _Exchange,
+        copies: Sequence[Strip],
         *,
-        number: int,
         source: Mapping[str, Tensor],
         target: Mapping[str, Tensor],
-    ) -> int:
+    ) -> None:
+        for strip in copies:
+            value, place = strip.source.of(source), strip.target.of(target)
+            if place.dtype != self._dtype:
+                # Through `dtype` as a transfer would go, so that replicas are equal bit for bit.
+                value = value.to(self._dtype)
+            place.copy_(value)
+
+    def _pack(self, number: int, *, source: Mapping[str, Tensor]) -> None:
+        strips = self._exchanges[number].sends
+        slots = self._send_buffer(number).slots(strips, dtype=self._dtype)
+        for strip, slot in zip(strips, slots, strict=True):
+            value = strip.source.of(source)
+            slot.view(value.shape).copy_(value)
+
+    def _begin(self, number: int) -> dist.Work:
+        exchange = self._exchanges[number]
+        outgoing = self._send_buffer(number).head(sum(exchange.send_bytes))
+        incoming = self._receive_buffer(number).head(sum(exchange.receive_bytes))
         start = time.perf_counter()
-        outgoing, incoming = self._buffers(exchange)
-        offset = 0
-        for transfer in exchange.sends:
-            value = source[transfer.source_parameter][transfer.source_region]
-            offset = self._slot(outgoing, transfer, offset=offset, fill=value)
-        dist.all_to_all_single(
+        work: dist.Work = dist.all_to_all_single(
             incoming,
             outgoing,
             output_split_sizes=exchange.receive_bytes,
             input_split_sizes=exchange.send_bytes,
             group=self._group,
+            async_op=True,
         )
-        offset = 0
-        for transfer in exchange.receives:
-            place = target[transfer.target_parameter][transfer.target_region]
-            offset = self._slot(incoming, transfer, offset=offset, empty_into=place)
         if self._debug:
+            work.wait()
             self._synchronize()
             logger.info(
                 "reshard all_to_all_single bucket %d of %d: rank %d sent shape [%d], as many bytes,"
-                " in %d transfers, received shape [%d] in %d, %.3f ms",
+                " in %d strips, received shape [%d] in %d, %.3f ms",
                 number + 1,
                 len(self._exchanges),
                 self._rank,
@@ -144,40 +196,24 @@ class Resharder:
                 len(exchange.receives),
                 1e3 * (time.perf_counter() - start),
             )
-        return offset
+        return work
 
-    def _slot(
-        self,
-        buffer: Tensor,
-        transfer: Transfer,
-        *,
-        offset: int,
-        fill: Tensor | None = None,
-        empty_into: Tensor | None = None,
-    ) -> int:
-        """Copy into or out of a transfer's place in the buffer; returns the next offset."""
-        stop = offset + transfer.box.numel * self._plan.itemsize_bytes
-        slot = buffer[offset:stop].view(self._dtype).view(transfer.box.shape)
-        if fill is not None:
-            slot.copy_(fill)
-        if empty_into is not None:
-            empty_into.copy_(slot)
-        return stop
+    def _unpack(self, number: int, *, target: Mapping[str, Tensor]) -> int:
+        """Returns the bytes written."""
+        strips = self._exchanges[number].receives
+        slots = self._receive_buffer(number).slots(strips, dtype=self._dtype)
+        written = 0
+        for strip, slot in zip(strips, slots, strict=True):
+            place = strip.target.of(target)
+            place.copy_(slot.view(place.shape))
+            written += slot.numel() * slot.element_size()
+        return written
 
-    def _buffers(self, exchange: _Exchange) -> tuple[Tensor, Tensor]:
-        """Views of the two buffers, allocated at the largest bucket's size on first use."""
-        if self._send_buffer is None or self._receive_buffer is None:
-            sizes = (
-                max(sum(e.send_bytes) for e in self._exchanges),
-                max(sum(e.receive_bytes) for e in self._exchanges),
-            )
-            self._send_buffer, self._receive_buffer = (
-                torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
-            )
-        return (
-            self._send_buffer[: sum(exchange.send_bytes)],
-            self._receive_buffer[: sum(exchange.receive_bytes)],
-        )
+    def _send_buffer(self, number: int) -> _Buffer:
+        return self._buffers[2 * (number % BUCKETS_IN_FLIGHT)]
+
+    def _receive_buffer(self, number: int) -> _Buffer:
+        return self._buffers[2 * (number % BUCKETS_IN_FLIGHT) + 1]
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -199,8 +235,8 @@ def _exchange(
     for transfer in receives:
         receive_bytes[position[transfer.src]] += transfer.box.numel * itemsize_bytes
     return _Exchange(
-        sends=sorted(sends, key=lambda transfer: position[transfer.dst]),
-        receives=sorted(receives, key=lambda transfer: position[transfer.src]),
+        sends=join(sorted(sends, key=lambda transfer: position[transfer.dst])),
+        receives=join(sorted(receives, key=lambda transfer: position[transfer.src])),
         send_bytes=send_bytes,
         receive_bytes=receive_bytes,
     )
