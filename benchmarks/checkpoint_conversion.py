@@ -2,18 +2,30 @@
 
     python benchmarks/checkpoint_conversion.py --folder /disk/with/10GB/free
 
-Makes a random Llama of 1.2 billion parameters in bfloat16 (2.5 GB). Each round reads and writes
-its bytes in one process with the safetensors library, imports it at TP2 x PP2 and exports it again
-on 4 processes. In all three, writes are timed until they are on the disk (fsync). Prints, and with
---json writes, seconds, ratios to safetensors (best of the rounds against best), bytes read over all
+Makes a random Llama of 1.2 billion parameters in bfloat16 (2.5 GB). A round reads and writes its
+bytes in one process with the safetensors library, imports it at TP2 x PP2 and exports it again on 4
+processes. The three are measured alike:
+
+- before each, what is to be written elsewhere is on the disk, what it will read is in the page
+  cache, and nothing has been removed for some seconds: in a virtual machine that reports free
+  memory to its host, writing costs a tenth of the processor time right after large files were
+  removed, while their memory has not been given back;
+- writes are timed until they are on the disk (fsync); starting the processes is not timed;
+- every other round runs safetensors last instead of first.
+
+An extra first round, which is not timed, compares all tensors and measures memory: asking the
+kernel for it takes as much processor time as the work. Prints, and with --json writes, seconds and
+processor seconds, ratios to safetensors (median of the rounds against median), bytes read over all
 ranks, and each rank's peak of resident anonymous memory, its writer processes included: pages of
-mapped files are the page cache's. Starting the processes is not timed.
+mapped files are the page cache's.
 """
 
 import argparse
 import json
 import os
+import resource
 import shutil
+import statistics
 import sys
 import threading
 import time
@@ -35,6 +47,7 @@ TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
 NUM_RANKS = TENSOR_PARALLEL * PIPELINE_PARALLEL
 FILE_BYTES = 1.0e9
 SAMPLE_SECONDS = 0.02
+PAUSE_SECONDS = 15.0
 SETTINGS = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -88,11 +101,28 @@ def _write_group(folder: Path, groups: list[dict[str, torch.Tensor]]) -> None:
     groups[-1] = dict.fromkeys(groups[-1], torch.empty(0))
 
 
-def safetensors_alone(model: Path, output: Path) -> float:
-    """Seconds to read all tensors into memory and write them, file by file."""
-    output.mkdir()
+def get_ready(source: Path) -> None:
+    """Bring disk, page cache and memory into the state that every measurement starts from."""
     os.sync()
-    start = time.perf_counter()
+    for path in source.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 24):
+                    pass
+    time.sleep(PAUSE_SECONDS)
+
+
+def processor_seconds() -> float:
+    """Of this process and its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in used)
+
+
+def safetensors_alone(model: Path, output: Path) -> dict[str, float]:
+    """Read all tensors into memory and write them, file by file."""
+    output.mkdir()
+    get_ready(model)
+    before, start = processor_seconds(), time.perf_counter()
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             # clone: the library maps the file, and reads nothing until it must
@@ -102,8 +132,9 @@ def safetensors_alone(model: Path, output: Path) -> float:
         os.fsync(written)
         os.close(written)
     seconds = time.perf_counter() - start
+    used = processor_seconds() - before
     shutil.rmtree(output)
-    return seconds
+    return {"seconds": seconds, "processor_seconds": used}
 
 
 class MemoryPeak:
@@ -174,18 +205,18 @@ def measure_rank(options: argparse.Namespace) -> int:
                 ).bytes_read
             ),
         }
-        os.sync()
+        if dist.get_rank() == 0:
+            get_ready(options.source)
         dist.barrier()
-        before, peak = _anonymous_bytes(os.getpid()), MemoryPeak()
-        start = time.perf_counter()
+        peak = MemoryPeak() if options.memory else None
+        used, start = processor_seconds(), time.perf_counter()
         bytes_read = work[options.measure]()
         dist.barrier()
-        seconds = time.perf_counter() - start
         mine = {
-            "seconds": seconds,
+            "seconds": time.perf_counter() - start,
+            "processor_seconds": processor_seconds() - used,
             "bytes_read": bytes_read,
-            "peak_bytes": peak.stop(),
-            "before_bytes": before,
+            "peak_bytes": peak.stop() if peak else 0,
         }
         everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
@@ -195,10 +226,12 @@ def measure_rank(options: argparse.Namespace) -> int:
     return run_ranks(body, config=DistributedConfig(device="cpu"))
 
 
-def measured(kind: str, *, source: Path, target: Path, result: Path) -> list[dict[str, float]]:
+def measured(
+    kind: str, *, source: Path, target: Path, result: Path, memory: bool
+) -> list[dict[str, float]]:
     """Run a conversion on its ranks; what each measured."""
     words = ["--measure", kind, "--source", source, "--target", target, "--result", result]
-    command = [sys.executable, __file__, *map(str, words)]
+    command = [sys.executable, __file__, *map(str, words), *(["--memory"] if memory else [])]
     code = launch(command, num_processes=NUM_RANKS)
     if code:
         raise SystemExit(code)
@@ -211,10 +244,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("."), help="where to write and remove")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     for name in ("--measure", "--source", "--target", "--result"):
         parser.add_argument(name, type=str if name == "--measure" else Path, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if options.measure:
@@ -228,26 +262,34 @@ def main() -> int:
 
 def benchmark(folder: Path, *, rounds: int, json_path: Path | None) -> int:
     """All rounds; prints each, then the ratios."""
-    model, result = folder / "model", folder / "result.json"
+    model = folder / "model"
     total = make_model(model)
     print(f"model: {total / 2e9:.3f} billion parameters, {total / 1e9:.3f} GB", flush=True)
-    figures: dict[str, list[float]] = {"safetensors": [], "import": [], "export": []}
-    ranks: dict[str, list[dict[str, float]]] = {}
+    ranks = _convert(folder, memory=True)
+    _check_equal(model, folder / "hf")
+    _remove_outputs(folder)
+    figures: dict[str, list[dict[str, float]]] = {"safetensors": [], "import": [], "export": []}
     for number in range(rounds):
-        figures["safetensors"].append(safetensors_alone(model, folder / "copy"))
-        steps = (("import", model, "checkpoint"), ("export", folder / "checkpoint", "hf"))
-        for kind, source, name in steps:
-            ranks[kind] = measured(kind, source=source, target=folder / name, result=result)
-            figures[kind].append(max(rank["seconds"] for rank in ranks[kind]))
-        if number == 0:
-            _check_equal(model, folder / "hf")
-        shutil.rmtree(folder / "checkpoint")
-        shutil.rmtree(folder / "hf")
-        line = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in figures.items())
+        if number % 2 == 0:
+            figures["safetensors"].append(safetensors_alone(model, folder / "copy"))
+        for kind, found in _convert(folder, memory=False).items():
+            figures[kind].append(
+                {
+                    "seconds": max(rank["seconds"] for rank in found),
+                    "processor_seconds": sum(rank["processor_seconds"] for rank in found),
+                }
+            )
+        _remove_outputs(folder)
+        if number % 2 == 1:
+            figures["safetensors"].append(safetensors_alone(model, folder / "copy"))
+        line = ", ".join(
+            f"{name} {found[-1]['seconds']:.2f} s ({found[-1]['processor_seconds']:.1f} CPU s)"
+            for name, found in figures.items()
+        )
         print(f"round {number + 1}: {line}", flush=True)
-    summary: dict[str, object] = {"seconds": figures, "ranks": ranks}
+    summary: dict[str, object] = {"rounds": figures, "ranks": ranks}
     for kind in ("import", "export"):
-        ratio = min(figures["safetensors"]) / min(figures[kind])
+        ratio = _median_seconds(figures["safetensors"]) / _median_seconds(figures[kind])
         read = sum(rank["bytes_read"] for rank in ranks[kind]) / total
         peak = max(rank["peak_bytes"] for rank in ranks[kind])
         over = peak - total / NUM_RANKS
@@ -259,6 +301,27 @@ def benchmark(folder: Path, *, rounds: int, json_path: Path | None) -> int:
     if json_path:
         json_path.write_text(json.dumps(summary, indent=2) + "\n")
     return 0
+
+
+def _convert(folder: Path, *, memory: bool) -> dict[str, list[dict[str, float]]]:
+    """Import and export; what each rank measured."""
+    result, checkpoint = folder / "result.json", folder / "checkpoint"
+    return {
+        kind: measured(kind, source=source, target=target, result=result, memory=memory)
+        for kind, source, target in (
+            ("import", folder / "model", checkpoint),
+            ("export", checkpoint, folder / "hf"),
+        )
+    }
+
+
+def _remove_outputs(folder: Path) -> None:
+    for name in ("checkpoint", "hf"):
+        shutil.rmtree(folder / name)
+
+
+def _median_seconds(rounds: list[dict[str, float]]) -> float:
+    return statistics.median(found["seconds"] for found in rounds)
 
 
 def _check_equal(model: Path, again: Path) -> None:

@@ -21,6 +21,7 @@ bit, with slices of the whole model. Extra memory is measured in a round of its 
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -75,7 +76,7 @@ SHAPES = {
     ),
     "tiny": _llama(
         num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=512, head_dim=8,
+        num_key_value_heads=4, vocab_size=500, head_dim=8, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 
@@ -138,7 +139,7 @@ class Model:
         if len(box.start) > 1:
             columns = range(box.start[1], box.stop[1])
         windows = self._noise.unfold(0, len(columns), 1)
-        values = windows[(rows + columns.start) % PERIOD]
+        values = windows[rows % PERIOD + columns.start]
         return values.view(box.shape).to(self._device)
 
 
@@ -429,10 +430,10 @@ HEADER = (
 def row(found: dict) -> str:
     """One line of the table."""
     ours, gather = found["ours_seconds"], found["gather_seconds"]
-    byte_ratio = found["gather_bytes"] / max(found["ours_bytes"], 1)
+    byte_ratio = found["gather_bytes"] / (found["ours_bytes"] or math.nan)
     rate = found["ours_bytes"] / found["num_ranks"] / statistics.median(ours) / 1e9
     text = (
-        f"{found['pair']:20s}{found['ours_bytes'] / max(found['minimum'], 1):16.3f} |"
+        f"{found['pair']:20s}{found['ours_bytes'] / (found['minimum'] or math.nan):16.3f} |"
         f"{statistics.median(ours):8.4f}{rate / found['link']['all_to_all']:9.2f}"
         f"{statistics.median(gather):10.4f}{byte_ratio:9.2f}"
         f"{speed_up(gather, ours):9.2f}{0.8 * byte_ratio:8.2f} |"

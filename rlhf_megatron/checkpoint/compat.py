@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from rlhf_megatron.checkpoint.pieces import open_in_pieces
+
 
 @contextmanager
 def results_in_this_process() -> Iterator[None]:
@@ -21,3 +23,18 @@ def results_in_this_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = saved
+
+
+@contextmanager
+def writes_in_pieces() -> Iterator[None]:
+    """For the time of a save: Megatron-Core's writers write in pieces (see pieces.py).
+
+    They open their files by the builtin `open`, with no way to say how (filesystem_async.py:382;
+    0.19.2: 403), and torch.save writes each tensor as a whole: the module gets an `open` of its
+    own. Writers that it forks inherit it.
+    """
+    vars(filesystem_async)["open"] = open_in_pieces
+    try:
+        yield
+    finally:
+        del vars(filesystem_async)["open"]

@@ -15,6 +15,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from rlhf_megatron.checkpoint.pieces import WRITE_BYTES
+
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 
 
@@ -69,7 +71,8 @@ class RegionWriter:
         data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         written = 0
         while written < len(data):
-            written += os.pwrite(self._files[path], data[written:], position + written)
+            piece = data[written : written + WRITE_BYTES]
+            written += os.pwrite(self._files[path], piece, position + written)
         return written
 
     def flush(self) -> None:

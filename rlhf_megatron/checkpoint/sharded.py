@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlhf_megatron.checkpoint.compat import results_in_this_process
+from rlhf_megatron.checkpoint.compat import results_in_this_process, writes_in_pieces
 from rlhf_megatron.checkpoint.manifest import RoleCheckpoint
 from rlhf_megatron.checkpoint.sharded_files import audit_sharded, model_parameters, open_sharded
 from rlhf_megatron.distributed.agreement import together
@@ -64,7 +64,7 @@ def save_weights(
             state = sharded_state_dict(model)
             if consume:
                 _cut_apart(state)
-            with results_in_this_process():
+            with results_in_this_process(), writes_in_pieces():
                 dist_checkpointing.save(state, str(directory))
         except CheckpointException as error:
             # Raised on all ranks alike; rank 0's holds what the writers of all ranks met.

@@ -19,7 +19,8 @@ from rlhf_megatron.reshard.strips import Strip, join
 logger = logging.getLogger("rlhf_megatron.reshard")
 
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-"""Parameters by name, or what returns them: looked up in each run, since storage may move."""
+"""Parameters by name, or what returns them, asked in each run. Their storage may move between runs.
+"""
 
 BUCKETS_IN_FLIGHT = 2
 """One travels, its neighbour is packed or unpacked."""
@@ -50,6 +51,21 @@ class _Exchange:
     receive_bytes: list[int]
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """Views of the parameters as they lie in memory now. Making a view takes longer than to launch
+    its copy, and a large model's sync is a thousand copies in a few milliseconds.
+    """
+
+    addresses: list[int]
+    copies: list[tuple[Tensor, Tensor]]
+    """Place and value."""
+    sends: list[list[Tensor]]
+    """Values of each exchange; flat where they are contiguous."""
+    receives: list[list[Tensor]]
+    """Places of each exchange; flat where they are contiguous."""
+
+
 class _Buffer:
     """A place for one bucket."""
 
@@ -72,8 +88,9 @@ class Resharder:
     Collective over `group`, whose ranks may send, receive, both or neither. Elements travel as
     `dtype`, converted by the sender. `device` holds the buffers, two to send from and two to
     receive in, each of the size of the plan's largest bucket; they stay until `release_buffers`.
-    With the environment variable RLHF_MEGATRON_DEBUG=1 each collective is timed, by itself, and
-    logged.
+    Views of the parameters are kept between runs, and with them the storage that they had: who
+    gives the parameters other storage to save memory must `release` them. With the environment
+    variable RLHF_MEGATRON_DEBUG=1 each collective is timed, by itself, and logged.
     """
 
     def __init__(
@@ -109,31 +126,32 @@ class Resharder:
             max((sum(e.receive_bytes) for e in self._exchanges), default=0),
         ] * in_flight
         self._buffers: list[_Buffer] = []
+        self._bound: _Bound | None = None
 
     @torch.no_grad()
     def run(self) -> ReshardStats:
         """Bring the target's parameters up to date."""
         self._synchronize()
         start = time.perf_counter()
-        source, target = _look_up(self._source), _look_up(self._target)
+        bound = self._bind()
         if not self._buffers:
             self._buffers = [_Buffer(size, device=self._device) for size in self._buffer_bytes]
         received, count = 0, len(self._exchanges)
         travelling: dist.Work | None = None
         for number in range(count):
-            self._pack(number, source=source)
+            self._pack(number, values=bound.sends[number])
             begun = self._begin(number)
             # The local copies are spread over the exchanges, to pass the time of each.
-            self._copy_locally(self._copies[number::count], source=source, target=target)
+            self._copy_locally(bound.copies[number::count])
             if travelling is not None:
                 travelling.wait()
-                received += self._unpack(number - 1, target=target)
+                received += self._unpack(number - 1, places=bound.receives[number - 1])
             travelling = begun
         if travelling is not None:
             travelling.wait()
-            received += self._unpack(count - 1, target=target)
+            received += self._unpack(count - 1, places=bound.receives[count - 1])
         else:
-            self._copy_locally(self._copies, source=source, target=target)
+            self._copy_locally(bound.copies)
         self._synchronize()
         return ReshardStats(
             bytes_received=received,
@@ -147,26 +165,50 @@ class Resharder:
         """Give the buffers' memory back; the next run allocates them again."""
         self._buffers = []
 
-    def _copy_locally(
-        self,
-        copies: Sequence[Strip],
-        *,
-        source: Mapping[str, Tensor],
-        target: Mapping[str, Tensor],
-    ) -> None:
-        for strip in copies:
-            value, place = strip.source.of(source), strip.target.of(target)
+    def release(self) -> None:
+        """Hold on to nothing but the plan."""
+        self._buffers, self._bound = [], None
+
+    def _bind(self) -> _Bound:
+        """The views, made again where a parameter has moved."""
+        source, target = _look_up(self._source), _look_up(self._target)
+        addresses = [tensor.data_ptr() for tensor in (*source.values(), *target.values())]
+        if self._bound is None or self._bound.addresses != addresses:
+            self._check(source, target=target)
+            self._bound = _Bound(
+                addresses,
+                copies=[
+                    (strip.target.of(target), strip.source.of(source)) for strip in self._copies
+                ],
+                sends=[[_flat(s.source.of(source)) for s in e.sends] for e in self._exchanges],
+                receives=[
+                    [_flat(s.target.of(target)) for s in e.receives] for e in self._exchanges
+                ],
+            )
+        return self._bound
+
+    def _check(self, source: Mapping[str, Tensor], *, target: Mapping[str, Tensor]) -> None:
+        """Names, ranks and sizes of the parameters are those of the layouts."""
+        sent = [strip for exchange in self._exchanges for strip in exchange.sends]
+        received = [strip for exchange in self._exchanges for strip in exchange.receives]
+        wrong = {s.source.parameter for s in self._copies + sent if not s.source.lies_in(source)}
+        wrong |= {
+            s.target.parameter for s in self._copies + received if not s.target.lies_in(target)
+        }
+        assert not wrong, f"not as the layouts have them: {sorted(wrong)}"
+
+    def _copy_locally(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for place, value in copies:
             if place.dtype != self._dtype:
                 # Through `dtype` as a transfer would go, so that replicas are equal bit for bit.
                 value = value.to(self._dtype)
             place.copy_(value)
 
-    def _pack(self, number: int, *, source: Mapping[str, Tensor]) -> None:
+    def _pack(self, number: int, *, values: Sequence[Tensor]) -> None:
         strips = self._exchanges[number].sends
         slots = self._send_buffer(number).slots(strips, dtype=self._dtype)
-        for strip, slot in zip(strips, slots, strict=True):
-            value = strip.source.of(source)
-            slot.view(value.shape).copy_(value)
+        for slot, value in zip(slots, values, strict=True):
+            (slot if value.dim() == 1 else slot.view(value.shape)).copy_(value)
 
     def _begin(self, number: int) -> dist.Work:
         exchange = self._exchanges[number]
@@ -198,16 +240,15 @@ class Resharder:
             )
         return work
 
-    def _unpack(self, number: int, *, target: Mapping[str, Tensor]) -> int:
+    def _unpack(self, number: int, *, places: Sequence[Tensor]) -> int:
         """Returns the bytes written."""
         strips = self._exchanges[number].receives
         slots = self._receive_buffer(number).slots(strips, dtype=self._dtype)
         written = 0
-        for strip, slot in zip(strips, slots, strict=True):
-            place = strip.target.of(target)
-            place.copy_(slot.view(place.shape))
-            written += slot.numel() * slot.element_size()
-        return written
+        for slot, place in zip(slots, places, strict=True):
+            place.copy_(slot if place.dim() == 1 else slot.view(place.shape))
+            written += slot.numel()
+        return written * self._dtype.itemsize
 
     def _send_buffer(self, number: int) -> _Buffer:
         return self._buffers[2 * (number % BUCKETS_IN_FLIGHT)]
@@ -222,6 +263,10 @@ class Resharder:
 
 def _look_up(tensors: Tensors) -> Mapping[str, Tensor]:
     return tensors() if callable(tensors) else tensors
+
+
+def _flat(view: Tensor) -> Tensor:
+    return view.view(-1) if view.is_contiguous() else view
 
 
 def _exchange(

@@ -7,12 +7,11 @@ single strided copy.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from torch import Tensor
 
 from rlhf_megatron.reshard.plan import Transfer
-
-Region = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +19,32 @@ class View:
     """`count` regions of one shape in one parameter, `step` rows apart."""
 
     parameter: str
-    first: Region
+    start: tuple[int, ...]
+    """Of the first region."""
+    shape: tuple[int, ...]
     count: int
     step: int
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The elements as [count, *region]; without the first axis where count is 1."""
+        """The elements as [count, *shape]; without the first axis where count is 1. Only for a
+        parameter that `lies_in` holds for."""
         parameter = tensors[self.parameter]
-        first = parameter[self.first]
+        strides = parameter.stride()
+        offset = parameter.storage_offset() + sum(map(mul, self.start, strides))
         if self.count == 1:
-            return first
-        return first.as_strided(
-            (self.count, *first.shape),
-            (self.step * parameter.stride(0), *first.stride()),
-            first.storage_offset(),
+            return parameter.as_strided(self.shape, strides, offset)
+        return parameter.as_strided(
+            (self.count, *self.shape), (self.step * strides[0], *strides), offset
         )
+
+    def lies_in(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the parameter is there, and large enough."""
+        parameter = tensors.get(self.parameter)
+        if parameter is None or parameter.dim() != len(self.shape):
+            return False
+        stop = [a + n for a, n in zip(self.start, self.shape, strict=True)]
+        stop[0] += self.step * (self.count - 1)
+        return all(a <= n for a, n in zip(stop, parameter.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +107,15 @@ def _strip(run: Sequence[Transfer]) -> Strip:
     first, count = run[0], len(run)
     steps = _steps(first, run[1]) if count > 1 else (0, 0)
     assert steps is not None
+    shape = first.box.shape
     return Strip(
         first.src,
         first.dst,
-        View(first.source_parameter, first.source_region, count, steps[0]),
-        View(first.target_parameter, first.target_region, count, steps[1]),
+        View(first.source_parameter, _start(first.source_region), shape, count, steps[0]),
+        View(first.target_parameter, _start(first.target_region), shape, count, steps[1]),
         first.box.numel * count,
     )
+
+
+def _start(region: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.start for part in region)
