@@ -28,7 +28,7 @@ from rlhf_megatron.rewards.model import ModelScorer
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.contract import RolloutEngine
-from rlhf_megatron.rollout.factory import build_engine, resolve_engine
+from rlhf_megatron.rollout.factory import ResolvedEngine, build_engine, resolve_engine
 from rlhf_megatron.rollout.worlds import make_engine_groups
 from rlhf_megatron.weight_sync import copy_weights, role_layouts
 
@@ -275,16 +275,26 @@ def _start_weights(
     engine.weights_changed()
 
 
+def choose_engine(
+    config: Config, *, context: DistributedContext, say: Callable[[str], None]
+) -> ResolvedEngine:
+    """Choose the rollout engine, and say so. Raises UserError where it cannot be had."""
+    resolved = resolve_engine(
+        config.rollout.engine, device=context.device, engine_args=config.rollout.engine_args
+    )
+    say(f"rollout engine: {resolved.reason}")
+    return resolved
+
+
 def choose_placement(
     config: Config,
     *,
+    resolved: ResolvedEngine,
     actor: RoleModel,
     context: DistributedContext,
     say: Callable[[str], None],
 ) -> RolloutPlacement:
-    """Choose engine and ranks, and say so. Raises UserError where they do not fit."""
-    resolved = resolve_engine(config.rollout.engine, device=context.device)
-    say(f"rollout engine: {resolved.reason}")
+    """Choose the engines' ranks, and say so. Raises UserError where they do not fit."""
     placement = place_engines(
         config,
         arch=actor.arch,

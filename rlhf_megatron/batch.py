@@ -38,7 +38,8 @@ class RaggedBatch:
     `sample` holds one value a sample ([B]), `response` one value a response token ([R]). Names in
     use: sample: `prompt_ids`, `sample_indices`, `truncated`, `weight_versions`, `seeds`, `rewards`.
     response: `rollout_logprobs`, `loss_mask` (1 where the policy sampled the token),
-    `old_logprobs`, `ref_logprobs`, `values`, `token_rewards`, `advantages`, `returns`.
+    `old_logprobs`, `ref_logprobs`, `values`, `token_rewards`, `advantages`, `returns`,
+    `importance_weights`.
     """
 
     tokens: Tensor  # [T] int64

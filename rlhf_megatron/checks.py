@@ -54,27 +54,46 @@ def check_reference(batch: RaggedBatch, *, precision: str) -> None:
         )
 
 
-def check_parity(batch: RaggedBatch, *, config: ParityConfig, precision: str) -> dict[str, float]:
+def check_parity(
+    batch: RaggedBatch, *, config: ParityConfig, precision: str, version: int
+) -> dict[str, float]:
     """Compare the trainer's and the engine's log-probs of the sampled tokens; the metrics of it.
 
-    Raises InvariantError on a breach under action "stop"; logs a warning under "warn".
+    The bounds hold for the samples of the actor's present weights, `version`: older ones come from
+    another policy by design. Raises InvariantError on a breach under action "stop"; logs a warning
+    under "warn".
     """
     difference = (batch.response["old_logprobs"] - batch.response["rollout_logprobs"]).abs()
-    mean = float(difference.double().mean()) if len(difference) else 0.0
-    worst = _largest(difference)
+    present = batch.sample["weight_versions"] == version
+    _check_bounds(
+        difference[present[batch.sample_of_response_token]], config=config, precision=precision
+    )
+    return {
+        "parity/logprob_abs_diff_mean": _mean(difference),
+        "parity/logprob_abs_diff_max": _largest(difference),
+    }
+
+
+def _check_bounds(difference: Tensor, *, config: ParityConfig, precision: str) -> None:
+    mean, worst = _mean(difference), _largest(difference)
     bound_max = config.logprob_abs_diff_max or PARITY_MAX[precision]
     bound_mean = config.logprob_abs_diff_mean or PARITY_MEAN[precision]
     if not (worst <= bound_max and mean <= bound_mean):  # NaN is a breach
-        message = (
+        stop_or_warn(
             f"trainer and rollout engine disagree: |log-prob difference| max {worst:.3g} (bound "
             f"{bound_max}), mean {mean:.3g} (bound {bound_mean}). Usual causes: weights not synced "
             "or synced into the wrong place (reshard.verify=always tells), a cache kept across the "
-            "sync, top-p/top-k or untempered log-probs, a rope or epsilon the two read differently"
+            "sync, top-p/top-k or untempered log-probs, a rope or epsilon the two read "
+            "differently, a quantised engine (raise parity.logprob_abs_diff_mean for it)",
+            config=config,
         )
-        if config.action == "stop":
-            raise InvariantError(message)
-        logger.warning(message)
-    return {"parity/logprob_abs_diff_mean": mean, "parity/logprob_abs_diff_max": worst}
+
+
+def stop_or_warn(message: str, *, config: ParityConfig) -> None:
+    """Raises InvariantError under action "stop"; logs a warning under "warn"."""
+    if config.action == "stop":
+        raise InvariantError(message)
+    logger.warning(message)
 
 
 def check_finite(metrics: dict[str, float], *, names: tuple[str, ...]) -> None:
@@ -89,6 +108,10 @@ def check_finite(metrics: dict[str, float], *, names: tuple[str, ...]) -> None:
             f"not finite: {', '.join(wrong)}; the weights of this step are spoilt. Look at the "
             "step's rewards and lengths, then lower the learning rate or the gradient clip"
         )
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0
 
 
 def _largest(values: Tensor) -> float:

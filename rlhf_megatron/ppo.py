@@ -17,6 +17,7 @@ from rlhf_megatron.algorithms.gae import (
     generalized_advantage_estimation,
     truncated_loss_mask,
 )
+from rlhf_megatron.algorithms.importance import importance_weights
 from rlhf_megatron.algorithms.kl import KlController
 from rlhf_megatron.algorithms.losses import LossSum, explained_variance, policy_loss, value_loss
 from rlhf_megatron.algorithms.minibatch import mini_batches
@@ -28,7 +29,7 @@ from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import LossResult, ModelEngine, StepResult
 from rlhf_megatron.micro_batches import micro_batches_of
 
-POLICY_FIELDS = ("old_logprobs", "advantages", "loss_mask")
+POLICY_FIELDS: tuple[str, ...] = ("old_logprobs", "advantages", "loss_mask")
 VALUE_FIELDS = ("values", "returns", "loss_mask")
 
 MiniBatch = list[int]
@@ -182,6 +183,24 @@ class PpoStep:
         }
         return metrics | self._kl_metrics(batch)
 
+    def off_policy(self, batch: RaggedBatch, *, version: int) -> dict[str, float]:
+        """Add `importance_weights` to the batch; how far its samples are from the policy `version`.
+
+        After `advantages`, whose loss_mask decides which tokens count.
+        """
+        found = importance_weights(
+            batch.response["old_logprobs"],
+            rollout_logprobs=batch.response["rollout_logprobs"],
+            loss_mask=batch.response["loss_mask"],
+            cap=self._config.importance_sampling.cap,
+        )
+        batch.response["importance_weights"] = found.weights
+        lag = version - batch.sample["weight_versions"].double()
+        return found.metrics | {
+            "off_policy/weight_version_lag_mean": float(lag.mean()),
+            "off_policy/weight_version_lag_max": float(lag.max()),
+        }
+
     def update_critic(
         self, batch: RaggedBatch, *, plan: Sequence[Sequence[MiniBatch]], learning_rate: float
     ) -> UpdateReport:
@@ -219,6 +238,7 @@ class PpoStep:
     ) -> UpdateReport:
         """As `update_critic`; stops after a mini-batch whose approximate KL exceeds target_kl."""
         in_loss = self._config.kl.place == "loss"
+        weighted = self._config.importance_sampling.cap > 0
 
         def loss(hidden: Tensor, micro: MicroBatch) -> LossResult:
             found = self.actor.log_probs(hidden, micro_batch=micro, temperature=self._temperature)
@@ -234,15 +254,19 @@ class PpoStep:
                     config=self._config,
                     kl_coefficient=kl_coefficient,
                     max_response_tokens=self._max_response_tokens,
+                    importance_weights=(micro.fields["importance_weights"] if weighted else None),
                 )
             )
 
+        fields = POLICY_FIELDS
+        fields += ("ref_logprobs",) if in_loss else ()
+        fields += ("importance_weights",) if weighted else ()
         target_kl = self._config.target_kl
         return self._update(
             self.actor,
             batch,
             plan=plan,
-            fields=(*POLICY_FIELDS, "ref_logprobs") if in_loss else POLICY_FIELDS,
+            fields=fields,
             loss=loss,
             learning_rate=learning_rate,
             stop=lambda r: target_kl > 0 and r.metrics["ppo/approx_kl"] > target_kl,

@@ -21,8 +21,9 @@ from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.config import Config
 from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.data.loader import PromptLoader
-from rlhf_megatron.distributed.start import DistributedContext, release_cached_memory
+from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.engine_weights import EngineWeights
 from rlhf_megatron.evaluation import EvaluationReport, Evaluator, append_evaluation
 from rlhf_megatron.experience import Experience, ExperienceMaker
 from rlhf_megatron.models.config import OptimizerConfig
@@ -37,6 +38,7 @@ from rlhf_megatron.observability.metrics import MetricsWriter
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
 from rlhf_megatron.ppo import PpoStep, UpdateReport, score_metrics, update_kl_controller
 from rlhf_megatron.rollout.contract import SamplingParameters
+from rlhf_megatron.start_check import check_start
 from rlhf_megatron.throughput import Throughput
 from rlhf_megatron.warmup import SupervisedWarmup
 from rlhf_megatron.weight_sync import SyncReport, WeightSync, role_layouts
@@ -72,7 +74,10 @@ class Trainer:
         self.console = Console(total_steps=config.run.steps, enabled=self.is_main)
         ledger.listeners.append(self.console)
         architectures = read_architectures(config)
+        # Before anything slow: vLLM may be missing, or not know an argument.
+        resolved = assembly.choose_engine(config, context=context, say=self.say)
         data = assembly.load_data(config, architectures=architectures)
+        self.prompts = data.prompts
         scorer = assembly.build_scorer(config, prompts=data.prompts, device=context.device)
         self.loader = PromptLoader(
             data.prompts,
@@ -107,12 +112,13 @@ class Trainer:
                 self.ref.move_weights(torch.device("cpu"))
 
         placement = assembly.choose_placement(
-            config, actor=self.actor.model, context=context, say=self.say
+            config, resolved=resolved, actor=self.actor.model, context=context, say=self.say
         )
-        self.engine = assembly.build_rollout_engine(config, placement=placement, context=context)
-        self.sync = WeightSync(
+        self.num_engines = len(placement.engines)
+        engine = assembly.build_rollout_engine(config, placement=placement, context=context)
+        sync = WeightSync(
             self.actor.model,
-            engine=self.engine,
+            engine=engine,
             engine_layouts=placement.layouts,
             dtype=self.actor.model.config.params_dtype,
             config=config.reshard,
@@ -120,6 +126,14 @@ class Trainer:
             job_group=self.job,
             device=context.device,
             node_of=context.node_of,
+        )
+        self.say(str(sync))
+        self.weights = EngineWeights(
+            engine,
+            sync=sync,
+            sleep_level=config.rollout.sleep_level,
+            ledger=ledger,
+            device=context.device,
         )
         stops = assembly.stop_token_ids(config, tokenizer=data.tokenizer, arch=architectures.actor)
         self.sampling = SamplingParameters(
@@ -129,7 +143,7 @@ class Trainer:
             stop_token_ids=stops,
         )
         self.maker = ExperienceMaker(
-            engine=self.engine,
+            engine=engine,
             engines=placement.engines,
             tokenizer=data.tokenizer,
             scorer=scorer,
@@ -165,12 +179,13 @@ class Trainer:
     def fit(self) -> None:
         """Train `run.steps` steps, evaluate on the way, export at the end."""
         steps = self.config.run.steps
-        self._reshard(version=0)
+        self.weights.sync(version=0)
+        self._check_start(version=0)
         first = last = self._evaluate(0)
         self._write_ledger()
         for step in range(1, steps + 1):
             metrics = self.train_step(step)
-            if step == steps or step % self.config.evaluation.interval_steps == 0:
+            if self._evaluates_after(step):
                 last = self._evaluate(step) or last
                 metrics |= last.metrics if last is not None else {}
             self._finish_step(step, metrics)
@@ -181,9 +196,7 @@ class Trainer:
         config, phase = self.config, self.ledger.phase
         self.ledger.start_step(step)
         experience = self.maker.run(self.loader.next_step(), sampling=self.sampling, step=step)
-        with phase("sleep"):
-            if self.engine is not None:
-                self.engine.sleep()
+        self.weights.sleep()
         batch = experience.batch
         plan = self.ppo.plan(batch, step=step)
         with phase("log_prob"):
@@ -205,6 +218,7 @@ class Trainer:
             metrics |= self.ppo.advantages(
                 batch, last_values=values["last"], kl_coefficient=self.kl.coefficient
             )
+            metrics |= self.ppo.off_policy(batch, version=step - 1)
         metrics["lr/critic"] = self._rate(config.critic.optimizer, step=step)
         with phase("update_critic"):
             critic = self.ppo.update_critic(batch, plan=plan, learning_rate=metrics["lr/critic"])
@@ -223,7 +237,7 @@ class Trainer:
             update_kl_controller(self.kl, metrics=metrics, num_samples=len(batch))
         # Before weights that are spoilt reach the engines.
         checks.check_finite(metrics, names=FINITE_METRICS)
-        metrics |= self._reshard(version=step).metrics()
+        metrics |= self._sync_after(step).metrics()
         self._show_responses(experience, step=step)
         work = self.throughput.work(
             batch, actor_updates=actor.mini_batches, critic_updates=critic.mini_batches
@@ -245,22 +259,42 @@ class Trainer:
         precision = self.config.actor.precision
         if step == 1 and self.ref is not None and not self.config.ref.model:
             checks.check_reference(batch, precision=precision)
-        return checks.check_parity(batch, config=self.config.parity, precision=precision)
-
-    def _reshard(self, *, version: int) -> SyncReport:
-        with self.ledger.phase("reshard"):
-            # The engine's allocator cannot use what torch's still holds in its cache.
-            release_cached_memory(self.context.device)
-            if self.engine is not None:
-                self.engine.wake(tags=["weights"])
-            report = self.sync.run(version=version)
-            release_cached_memory(self.context.device)
-            if self.engine is not None:
-                self.engine.wake(tags=["kv_cache"])
-        self.ledger.communication.record(
-            "reshard", num_bytes=report.own_bytes_received, seconds=report.seconds
+        return checks.check_parity(
+            batch, config=self.config.parity, precision=precision, version=step - 1
         )
-        return report
+
+    def _check_start(self, *, version: int) -> None:
+        """The engines hold the actor's weights `version`."""
+        config = self.config
+        if not config.parity.at_start:
+            return
+        report = check_start(
+            self.weights,
+            rank=self.context.rank,
+            rows=self.prompts.rows,
+            num_engines=self.num_engines,
+            sampling=self.sampling,
+            log_probs=lambda batch: self.ppo.log_probs(
+                self.actor, batch=batch, plan=[list(range(len(batch)))]
+            ),
+            group=self.job,
+            config=config.parity,
+            precision=config.actor.precision,
+            version=version,
+        )
+        self.say(str(report))
+
+    def _evaluates_after(self, step: int) -> bool:
+        config = self.config
+        return self.evaluator is not None and (
+            step == config.run.steps or step % config.evaluation.interval_steps == 0
+        )
+
+    def _sync_after(self, step: int) -> SyncReport:
+        """Bring the engines up to date where it is due, else only wake them."""
+        if step % self.config.reshard.interval == 0 or self._evaluates_after(step):
+            return self.weights.sync(version=step)
+        return self.weights.wake()
 
     @contextmanager
     def _on_device(self, ref: ModelEngine) -> Iterator[None]:

@@ -15,6 +15,7 @@ from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.rollout.config import refused_engine_args
 
 NOT_SUPPORTED_YET = {
     "context_parallel_size": "context parallelism is",
@@ -308,8 +309,23 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"rollout.top_k={rollout.top_k}: a cut tail {reason}; set -1 (off)"
     if any(token < 0 for token in rollout.stop_token_ids):
         yield f"rollout.stop_token_ids={rollout.stop_token_ids}: must be 0 or above; remove others"
+    yield from refused_engine_args(rollout.engine_args)
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    batched = rollout.max_num_batched_tokens
+    if not rollout.enable_chunked_prefill and 0 < batched < longest:
+        yield (
+            f"rollout.max_num_batched_tokens={batched}: without rollout.enable_chunked_prefill it "
+            f"must hold a whole prompt and response, {longest} tokens; set {longest} or 0, or "
+            "rollout.enable_chunked_prefill=true"
+        )
     if not all(rollout.stop_tokens):
         yield f"rollout.stop_tokens={rollout.stop_tokens}: holds an empty text; remove it"
+    if config.reshard.interval > 1 and rollout.sleep_level == 2:
+        yield (
+            f"rollout.sleep_level=2: drops the engine's weights, which reshard.interval="
+            f"{config.reshard.interval} writes only every {config.reshard.interval} steps; set "
+            "rollout.sleep_level=1, or reshard.interval=1"
+        )
     warmup = config.warmup
     if warmup.steps and not warmup.demonstrations:
         yield (
@@ -329,6 +345,12 @@ def _ppo(config: Config) -> Iterator[str]:
         )
     if 0 < ppo.dual_clip <= 1:
         yield f"ppo.dual_clip={ppo.dual_clip}: must be 0 (off) or above 1; take 3, or 0"
+    cap = ppo.importance_sampling.cap
+    if 0 < cap < 1:
+        yield (
+            f"ppo.importance_sampling.cap={cap}: must be 0 (off) or at least 1, since a token on "
+            "policy weighs 1; take 2, or 0"
+        )
     kl = ppo.kl
     if kl.place == "reward" and kl.estimator != "k1":
         yield (

@@ -13,10 +13,11 @@ from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.reshard.config import ReshardConfig
-from rlhf_megatron.reshard.execute import BUCKETS_IN_FLIGHT, Resharder
+from rlhf_megatron.reshard.execute import BUCKETS_IN_FLIGHT, Resharder, ReshardStats
 from rlhf_megatron.reshard.plan import make_plan
 from rlhf_megatron.reshard.verify import verify_reshard
 from rlhf_megatron.rollout.contract import RolloutEngine
+from rlhf_megatron.weight_reload import ReloadStats, ReloadSync, restricted
 
 Layouts = Mapping[int, RankLayout]
 
@@ -43,6 +44,10 @@ class SyncReport:
             "reshard/bytes_minimum": self.bytes_minimum,
             "reshard/seconds": self.seconds,
         }
+
+
+NO_SYNC = SyncReport(bytes_received=0, bytes_minimum=0, own_bytes_received=0, seconds=0.0)
+"""Of a step that leaves the engines as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +84,34 @@ class WeightSync:
             assert actor is not None, "a rank without an actor needs `split`"
             split = SplitActor(arch=actor.arch, layouts=role_layouts(actor))
         self._source, self._target = split.layouts, dict(engine_layouts)
-        self._shapes = {t.name: t.shape for t in logical_tensors(split.arch, head="lm")}
+        tensors = logical_tensors(split.arch, head="lm")
+        self._shapes = {t.name: t.shape for t in tensors}
         self._dtype, self._config = dtype, config
         self._rank, self._group, self._device = rank, job_group, device
         self._num_syncs = 0
+        self._reload: ReloadSync | None = None
+        self.reload_reason = self._agree_on_reload_reason()
+        """Why the weights go through the engines' own reload; empty where they do not."""
+        bucket_bytes = int(config.bucket_mb * 1e6)
+        if self.reload_reason:
+            self._reload = ReloadSync(
+                source=self._source,
+                tensors=tensors,
+                rollout_ranks=sorted(self._target),
+                actor_parameters=self._actor_parameters,
+                dtype=dtype,
+                bucket_bytes=bucket_bytes,
+                rank=rank,
+                group=job_group,
+                device=device,
+                node_of=node_of,
+            )
+            return
         plan = make_plan(
             self._source,
             self._target,
             itemsize_bytes=dtype.itemsize,
-            bucket_bytes=int(config.bucket_mb * 1e6 / BUCKETS_IN_FLIGHT),
+            bucket_bytes=bucket_bytes // BUCKETS_IN_FLIGHT,
             node_of=node_of,
             ranks=[rank],
         )
@@ -101,13 +125,39 @@ class WeightSync:
             device=device,
         )
 
+    def _agree_on_reload_reason(self) -> str:
+        """The same for all engines: the first that has one."""
+        own = self._engine.reload_reason if self._engine is not None else ""
+        reasons: list[str] = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(reasons, own, group=self._group)
+        reason = next((text for text in reasons if text), "")
+        missing = self._engine is not None and not own
+        assert not (reason and missing), f"engines differ in how they take weights: {reason}"
+        return reason
+
+    def __str__(self) -> str:
+        if self.reload_reason:
+            return (
+                "weight sync: through the engine's own reload, each tensor whole on every rollout "
+                f"rank: {self.reload_reason}"
+            )
+        return (
+            f"weight sync: in place, {len(self._shapes)} tensors cover every parameter of the "
+            "engines"
+        )
+
     def run(self, *, version: int) -> SyncReport:
         """Bring every engine to the actor's present weights, which become `version`."""
-        stats = self._resharder.run()
-        self._resharder.release_buffers()
         verify = self._config.verify
-        if verify == "always" or (verify == "first" and self._num_syncs == 0):
-            self._verify()
+        is_verified = verify == "always" or (verify == "first" and self._num_syncs == 0)
+        stats: ReshardStats | ReloadStats
+        if self._reload is not None:
+            stats = self._reload.run(self._engine, verify=is_verified)
+        else:
+            stats = self._resharder.run()
+            self._resharder.release_buffers()
+            if is_verified:
+                self._verify()
         self._num_syncs += 1
         if self._engine is not None:
             self._engine.weights_written(version=version)
@@ -158,12 +208,7 @@ def copy_weights(
     A value head, which a language model does not have, keeps what it holds.
     """
     held = {t.name for t in logical_tensors(source.arch, head=source.head)}
-    layouts = role_layouts(target)
-    # Filtered once per layout object: the planner treats ranks that share one alike.
-    shared = {
-        id(layout): tuple(p for p in layout if p.tensor in held) for layout in layouts.values()
-    }
-    wanted = {r: shared[id(layout)] for r, layout in layouts.items()}
+    wanted = restricted(role_layouts(target), names=held)
     dtype = target.config.params_dtype
     plan = make_plan(
         role_layouts(source),

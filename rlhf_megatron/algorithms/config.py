@@ -32,6 +32,17 @@ class KlConfig:
 
 
 @dataclass(kw_only=True)
+class ImportanceSamplingConfig:
+    """Correction for tokens that the engine sampled from another policy than the trainer's: with
+    its own kernels and precision, or with older weights (reshard.interval)."""
+
+    cap: float = number(0.0, minimum=0)
+    """Multiply the policy loss of each token by min(exp(old_logprobs - rollout_logprobs), cap); 2
+    is usual. 0 (default) does not; off_policy/is_weight_* are reported all the same. Between 0 and
+    1 is refused. arXiv:1802.01561, section 4.1, and Yao et al. 2025."""
+
+
+@dataclass(kw_only=True)
 class PpoConfig:
     """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347)."""
 
@@ -99,6 +110,9 @@ class PpoConfig:
     reward_clip: float = number(0.0, minimum=0)
     """Clip scores to [-reward_clip, reward_clip] before use; 0 (default) does not. reward/mean
     shows scores before the clip."""
+
+    importance_sampling: ImportanceSamplingConfig = items(ImportanceSamplingConfig)
+    """Truncated importance sampling."""
 
     kl: KlConfig = items(KlConfig)
     """The KL penalty."""

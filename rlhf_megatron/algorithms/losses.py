@@ -94,13 +94,15 @@ def policy_loss(
     config: PpoConfig,
     kl_coefficient: float,
     max_response_tokens: int,
+    importance_weights: Tensor | None = None,
 ) -> LossSum:
     """Clipped PPO objective, less the entropy bonus, plus the KL penalty where it is in the loss.
 
     logprobs, entropy (both differentiable), old_logprobs, advantages, loss_mask, ref_logprobs [R];
     response_lengths [B]. Per token, with rho = exp(log pi - log pi_old):
     max(-rho*A, -clip(rho, 1 - low, 1 + high)*A) (arXiv:1707.06347, equation 7); for A < 0 at most
-    -c*A with dual_clip c (arXiv:1912.09729, equation 5); -entropy_coefficient * entropy; and
+    -c*A with dual_clip c (arXiv:1912.09729, equation 5), times importance_weights [R] where given
+    (`importance.importance_weights`; no gradient); -entropy_coefficient * entropy; and
     +kl_coefficient * (k2 or k3), for which ref_logprobs must be given. The log-ratio is clamped to
     +-LOG_RATIO_BOUND. All terms share one aggregation; sequence_sum_norm divides by
     max_response_tokens (arXiv:2503.20783).
@@ -128,6 +130,8 @@ def policy_loss(
     log_ratio = (new - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     surrogate = _clipped_surrogate(ratio, advantages=advantages, config=config)
+    if importance_weights is not None:
+        surrogate = surrogate * torch.where(parts.valid, importance_weights, zeros)
     surrogate_sum = parts.total(surrogate)
     loss_sum = surrogate_sum
     if config.entropy_coefficient > 0:

@@ -55,6 +55,8 @@ _ROWS: dict[str, tuple[_Cell, ...]] = {
     "parity": (
         _Cell("mean", "parity/logprob_abs_diff_mean"),
         _Cell("max", "parity/logprob_abs_diff_max"),
+        _Cell("is weight", "off_policy/is_weight_mean"),
+        _Cell("lag", "off_policy/weight_version_lag_max"),
     ),
     "reshard": (
         _Cell("MB", "reshard/bytes_received", 1e-6),

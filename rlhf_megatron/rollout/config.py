@@ -1,5 +1,6 @@
 """Options of the rollout engines and of sampling."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,16 @@ class RolloutConfig:
     max_num_seqs: int = number(256, minimum=1)
     """Sequences that one engine decodes at once. Default 256."""
 
+    max_num_batched_tokens: int = number(0, minimum=0)
+    """Tokens that one forward pass of the engine takes. 0 (default): vLLM's choice."""
+
+    enable_chunked_prefill: bool = True
+    """Cut long prompts over several forward passes, beside sequences that decode. Default true;
+    without it max_num_batched_tokens must hold a whole prompt and response."""
+
+    block_size: int = number(0, minimum=0)
+    """Tokens of a block of the KV cache. 0 (default): vLLM's choice, on a CPU 32."""
+
     enforce_eager: bool = False
     """Run the engine without CUDA graphs and compilation. Always so on a CPU. Default false."""
 
@@ -74,5 +85,55 @@ class RolloutConfig:
     """What the engine gives up between rollouts on a GPU: 0 nothing, 1 (default) weights to host
     and KV cache dropped, 2 both dropped. No effect on a CPU."""
 
+    weight_update: str = choice("auto", "reload")
+    """How new weights reach the engine. auto (default): written in place, or through vLLM's own
+    reload where the engine lays its weights out in a way of its own (quantised and some mixture
+    models); a line says which. reload: always the latter, for which every rollout rank receives
+    each tensor whole, bucket by bucket."""
+
     engine_args: dict[str, Any] = items(dict)
-    """Further arguments for vLLM's LLM(), passed on as they are."""
+    """Further arguments for vLLM's LLM(), passed on as they are. Names that it does not know are
+    refused, and those that the trainer sets."""
+
+
+ENGINE_ARGS_WITH_KEYS = {
+    "model": "actor.model",
+    "dtype": "actor.precision",
+    "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "block_size": "rollout.block_size",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.kv_cache_memory_gb",
+    "enable_sleep_mode": "rollout.sleep_level",
+}
+"""Arguments of LLM() that have a key of their own."""
+
+ENGINE_ARGS_SET_HERE = {
+    "skip_tokenizer_init": "token ids go in and come out",
+    "generation_config": "stop tokens come with each request",
+    "load_format": "the weights come from the actor",
+    "logprobs_mode": "log-probs must be those of the tempered distribution",
+    "distributed_executor_backend": "the engine lives in the trainer's processes",
+    "pipeline_parallel_size": "an engine holds whole layers, cut by tensor parallelism alone",
+    "data_parallel_size": "rollout.engines gives each engine its ranks",
+}
+"""Arguments of LLM() that the trainer sets, and why."""
+
+
+def refused_engine_args(engine_args: Mapping[str, Any]) -> list[str]:
+    """Problems of `rollout.engine_args` that need no vLLM to be seen."""
+    problems = []
+    for name in sorted(engine_args):
+        at = f"rollout.engine_args.{name}"
+        if name in ENGINE_ARGS_WITH_KEYS:
+            key = ENGINE_ARGS_WITH_KEYS[name]
+            problems.append(f"{at}: has a key of its own; set {key} instead")
+        elif name in ENGINE_ARGS_SET_HERE:
+            reason = ENGINE_ARGS_SET_HERE[name]
+            problems.append(f"{at}: is set by the trainer, since {reason}; remove it")
+    return problems

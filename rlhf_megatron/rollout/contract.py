@@ -1,7 +1,7 @@
 """What a rollout engine is, and what it takes and gives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,6 +37,9 @@ class RolloutEngine(ABC):
 
     name: str
     ranks: tuple[int, ...]
+    reload_reason: str = ""
+    """Why new weights must come through `load_weights`; empty where `parameters()` may be written
+    in place, as `layout` says."""
 
     @abstractmethod
     def generate(
@@ -57,6 +60,13 @@ class RolloutEngine(ABC):
     @abstractmethod
     def layout(self) -> RankLayout:
         """Where the logical tensors lie in `parameters()`, for this rank."""
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Take new weights as whole tensors with Hugging Face's names, each once, in any order.
+
+        Only where there is a `reload_reason`; `weights_written` follows.
+        """
+        raise NotImplementedError(f"the {self.name} engine's weights are written in place")
 
     @abstractmethod
     def sleep(self) -> None:

@@ -1,8 +1,10 @@
 """Which engine, on which ranks, built how."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from rlhf_megatron.errors import ConfigError, UserError
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import RolloutEngine
+from rlhf_megatron.rollout.engine_args import check_engine_args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +24,13 @@ class ResolvedEngine:
     reason: str
 
 
-def resolve_engine(name: str, *, device: torch.device) -> ResolvedEngine:
+def resolve_engine(
+    name: str, *, device: torch.device, engine_args: Mapping[str, Any] = MappingProxyType({})
+) -> ResolvedEngine:
     """What "auto", "vllm" or "hf" means on this machine. Imports vLLM, which takes seconds.
 
-    Raises UserError where vLLM is asked for by name and does not import for `device`.
+    Raises UserError where vLLM is asked for by name and does not import for `device`; ConfigError
+    where it does not take the arguments `engine_args`.
     """
     if name == "hf":
         return ResolvedEngine(name="hf", reason="rollout.engine=hf: transformers' generate")
@@ -41,6 +47,7 @@ def resolve_engine(name: str, *, device: torch.device) -> ResolvedEngine:
             name="hf",
             reason=f"rollout.engine=auto: transformers' generate; vLLM does not import ({error})",
         )
+    check_engine_args(engine_args, known=vllm_fit.engine_argument_names(vllm))
     return ResolvedEngine(name="vllm", reason=f"rollout.engine={name}: vLLM {vllm.__version__}")
 
 

@@ -57,7 +57,12 @@ class HfEngine(RolloutEngine):
                 settings, dtype=getattr(torch, dtype)
             )
         self._model: Any = model.to(device).eval().requires_grad_(False)
-        check_parameters(self.parameters(), layout=self.layout(), engine=self.name)
+        check_parameters(
+            self.parameters(),
+            layout=self.layout(),
+            dtype=getattr(torch, dtype),
+            engine=self.name,
+        )
 
     def parameters(self) -> dict[str, Tensor]:
         # named_parameters gives a tied weight once, under the embedding's name.

@@ -1,50 +1,93 @@
 """Whether an engine's parameters are where its layout says, so that writing in place is right."""
 
 from collections.abc import Collection, Mapping
+from itertools import combinations
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.layout.boxes import RankLayout
+from rlhf_megatron.layout.boxes import Box, Placement, RankLayout
+
+PROBLEMS_SHOWN = 20
 
 
-def check_parameters(
+def layout_problems(
     parameters: Mapping[str, Tensor],
     *,
     layout: RankLayout,
+    dtype: torch.dtype,
     padded: Collection[str] = (),
-    engine: str,
-) -> None:
-    """Raise UserError unless `layout` covers every element of every parameter.
+) -> list[str]:
+    """Why writing `layout` does not fill the parameters; empty if each element is written once.
 
-    Only those named in `padded` may hold more: rows beyond the vocabulary, which no one reads.
-    An engine that lays weights out anew after loading (packed, quantised or fused ones) would
+    Only those named in `padded` may hold more: rows beyond the vocabulary, which no one reads. An
+    engine that lays weights out anew after loading (packed, quantised or fused ones) would
     otherwise compute with something else than what is written.
     """
-    problems = [f"{name} is missing" for name in _names(layout) - parameters.keys()]
-    covered = dict.fromkeys(parameters, 0)
+    placed: dict[str, list[Placement]] = {}
     for placement in layout:
-        if placement.parameter not in parameters:
-            continue
-        shape = tuple(parameters[placement.parameter].shape)
-        stop = tuple(o + s for o, s in zip(placement.offset, placement.box.shape, strict=True))
-        if len(stop) != len(shape) or any(a > b for a, b in zip(stop, shape, strict=True)):
-            problems.append(f"{placement.parameter} has shape {shape}, expected at least {stop}")
-        covered[placement.parameter] += placement.box.numel
+        placed.setdefault(placement.parameter, []).append(placement)
+    problems = [f"{name} is missing" for name in placed.keys() - parameters.keys()]
     for name, parameter in parameters.items():
-        fits = covered[name] == parameter.numel() or name in padded
-        if not fits:
-            problems.append(
-                f"{name} {tuple(parameter.shape)}: {covered[name]} of its {parameter.numel()} "
-                "elements belong to the model"
-            )
+        problems += _parameter_problems(
+            name, parameter, placements=placed.get(name, []), dtype=dtype, may_exceed=name in padded
+        )
+    return sorted(problems)
+
+
+def _parameter_problems(
+    name: str,
+    parameter: Tensor,
+    *,
+    placements: list[Placement],
+    dtype: torch.dtype,
+    may_exceed: bool,
+) -> list[str]:
+    shape = tuple(parameter.shape)
+    if parameter.dtype != dtype:
+        return [f"{name} is {parameter.dtype}, expected {dtype}"]
+    problems = []
+    regions = [_region(placement) for placement in placements]
+    for region in regions:
+        if len(region.stop) != len(shape) or any(
+            a > b for a, b in zip(region.stop, shape, strict=True)
+        ):
+            problems.append(f"{name} has shape {shape}, expected at least {region.stop}")
+    if problems:
+        return problems
+    if any(a.intersect(b) for a, b in combinations(regions, 2)):
+        problems.append(f"{name} {shape}: two parts of it overlap")
+    covered = sum(region.numel for region in regions)
+    if covered != parameter.numel() and not may_exceed:
+        problems.append(
+            f"{name} {shape}: {covered} of its {parameter.numel()} elements belong to the model"
+        )
+    return problems
+
+
+def _region(placement: Placement) -> Box:
+    """Where in its parameter the placement lies."""
+    start = placement.offset
+    stop = tuple(o + s for o, s in zip(start, placement.box.shape, strict=True))
+    return Box(start, stop)
+
+
+def check_parameters(
+    parameters: Mapping[str, Tensor], *, layout: RankLayout, dtype: torch.dtype, engine: str
+) -> None:
+    """Raise UserError, naming them all, where there are `layout_problems`."""
+    problems = layout_problems(parameters, layout=layout, dtype=dtype)
     if problems:
         raise UserError(
             f"rollout.engine {engine}: the weights are laid out in another way than the actor's "
-            "can be written into (quantised, packed or unsupported model); use a plain model, or "
-            "rollout.engine=hf:\n" + "\n".join(f"  - {p}" for p in sorted(set(problems)))
+            "can be written into (quantised, packed or unsupported model); use a plain model:\n"
+            + listed(problems)
         )
 
 
-def _names(layout: RankLayout) -> set[str]:
-    return {placement.parameter for placement in layout}
+def listed(problems: list[str]) -> str:
+    """One a line; of many, the first."""
+    shown = [f"  - {problem}" for problem in problems[:PROBLEMS_SHOWN]]
+    more = len(problems) - len(shown)
+    return "\n".join([*shown, *([f"  - and {more} more"] if more else [])])

@@ -1,7 +1,8 @@
 """The rollout engine of choice: vLLM in the trainer's own processes, weights written in place."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.distributed.seeds import seed_everything
-from rlhf_megatron.errors import ConfigError, UserError
+from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.vllm import VOCAB_PARAMETERS, vllm_problems, vllm_rank_layout
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
-from rlhf_megatron.rollout.parameters import check_parameters
+from rlhf_megatron.rollout.parameters import layout_problems, listed
 from rlhf_megatron.rollout.responses import Request, Response, SeedPlan, list_requests, to_batch
 from rlhf_megatron.rollout.seeds import engine_seed, preserved_generators
 
@@ -39,8 +40,9 @@ class VllmEngine(RolloutEngine):
     `vllm_fit.level_group_count`. The weights are random until they are written through
     `parameters()` and announced by `weights_written`.
 
-    Raises UserError where the model's weights cannot be written in place, or `engine_args` holds an
-    argument that the trainer sets.
+    Where vLLM lays the weights out in a way of its own, `reload_reason` says so, and they come
+    through `load_weights`. Raises ConfigError where the model cannot be cut over the ranks.
+    `factory.resolve_engine` has checked `config.engine_args`.
     """
 
     name = "vllm"
@@ -88,13 +90,21 @@ class VllmEngine(RolloutEngine):
         )
         with preserved_generators(device):
             vllm_fit.self_test(group)
-            with vllm_fit.ready_for_llm(group, device=device):
+            in_place = config.weight_update != "reload"
+            with vllm_fit.ready_for_llm(group, device=device, plain_linears=in_place):
                 self._llm = vllm.LLM(**arguments)
+        vllm_fit.check_tensor_parallel_group(group)
         vllm_fit.drop_message_queue()
         vllm_fit.keep_groups_on_exit(self._llm)
-        check_parameters(
-            self.parameters(), layout=self.layout(), padded=VOCAB_PARAMETERS, engine=self.name
+        self.reload_reason = self._find_reload_reason(getattr(torch, dtype))
+
+    def _find_reload_reason(self, dtype: torch.dtype) -> str:
+        if self._config.weight_update == "reload":
+            return "rollout.weight_update=reload"
+        problems = vllm_fit.layers_of_other_methods(self._llm) + layout_problems(
+            self.parameters(), layout=self.layout(), dtype=dtype, padded=VOCAB_PARAMETERS
         )
+        return "vLLM lays out weights in a way of its own:\n" + listed(problems) if problems else ""
 
     def parameters(self) -> dict[str, Tensor]:
         assert "weights" not in self._asleep, "parameters() of a sleeping engine"
@@ -141,12 +151,27 @@ class VllmEngine(RolloutEngine):
             for request in requests
         ]
         inputs = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in requests]
-        with preserved_generators(self._device), vllm_fit.quiet():
+        with self._calling_vllm():
             if not per_request:
                 # The ranks of an engine sample each for itself, from the global generators: they
                 # must agree, or tokens differ silently and the engine hangs at the first EOS.
                 seed_everything(seeds.engine)
             return self._llm.generate(inputs, parameters, use_tqdm=False)  # type: ignore[no-any-return]
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        assert self.reload_reason and "weights" not in self._asleep
+        with self._calling_vllm():
+            vllm_fit.reload_weights(self._llm, tensors)
+
+    @contextmanager
+    def _calling_vllm(self) -> Iterator[None]:
+        """What vLLM does to the process is undone at the end."""
+        with (
+            preserved_generators(self._device),
+            vllm_fit.torch_as_vllm_has_it(self._device),
+            vllm_fit.quiet(),
+        ):
+            yield
 
     def sleep(self) -> None:
         if self._device.type == "cpu" or self._config.sleep_level == 0 or self._asleep:
@@ -168,8 +193,9 @@ class VllmEngine(RolloutEngine):
     def weights_written(self, *, version: int) -> None:
         self._weight_version = version
         # Keys and values of the old weights would be reused for prompts that begin alike.
-        self._llm.reset_prefix_cache()
-        self._llm.reset_mm_cache()
+        with vllm_fit.torch_as_vllm_has_it(self._device):
+            self._llm.reset_prefix_cache()
+            self._llm.reset_mm_cache()
 
     def close(self) -> None:
         """Nothing to do: the engine lives until its process ends.
@@ -190,7 +216,7 @@ def llm_arguments(
     max_model_len: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's LLM(). Raises UserError where `engine_args` overrides a fixed one."""
+    """Arguments of vLLM's LLM(); `engine_args` come last but for the trainer's own."""
     on_cpu = device.type == "cpu"
     fixed: dict[str, Any] = {
         "model": os.fspath(model_dir),
@@ -205,33 +231,28 @@ def llm_arguments(
         "seed": seed,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
-    }
-    clashes = sorted(fixed.keys() & config.engine_args.keys())
-    if clashes:
-        raise UserError(
-            f"rollout.engine_args: {', '.join(clashes)} is set by the trainer; remove it there "
-            "(rollout.* and actor.* have keys for what may vary)"
-        )
-    free: dict[str, Any] = {
+        "enable_chunked_prefill": config.enable_chunked_prefill,
         "enforce_eager": on_cpu or config.enforce_eager,
-        "disable_log_stats": True,
-        "enable_prefix_caching": True,
     }
-    if on_cpu:
-        free["block_size"] = CPU_BLOCK_TOKENS
-    else:
-        free["gpu_memory_utilization"] = config.gpu_memory_utilization
+    block_tokens = config.block_size or (CPU_BLOCK_TOKENS if on_cpu else 0)
+    if block_tokens:
+        fixed["block_size"] = block_tokens
+    if config.max_num_batched_tokens:
+        fixed["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if not on_cpu:
+        fixed["gpu_memory_utilization"] = config.gpu_memory_utilization
     if config.kv_cache_memory_gb > 0:
-        free["kv_cache_memory_bytes"] = int(config.kv_cache_memory_gb * 1e9)
+        fixed["kv_cache_memory_bytes"] = int(config.kv_cache_memory_gb * 1e9)
     elif on_cpu:
-        free["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
+        fixed["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
             architecture,
             tensor_parallel_size=tensor_parallel_size,
             bytes_per_element=getattr(torch, dtype).itemsize,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
-            block_tokens=int(config.engine_args.get("block_size", CPU_BLOCK_TOKENS)),
+            block_tokens=block_tokens,
         )
+    free = {"disable_log_stats": True, "enable_prefix_caching": True}
     return {**free, **config.engine_args, **fixed}
 
 

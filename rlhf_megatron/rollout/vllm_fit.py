@@ -1,12 +1,15 @@
 """The one file that fits vLLM into a training process: its patches and all private names in use.
 
 Every patch is undone when its context ends. What stays: the environment variables of
-`prepare_environment`, and on a CPU what `torch_kept_whole` names. File and function names
+`prepare_environment`, and on a CPU some that vLLM sets for itself (VLLM_*, TORCHINDUCTOR_*,
+NUMEXPR_MAX_THREADS) and the binding of memory to this process's NUMA node. File and function names
 are those of vLLM 0.32.0 (the CPU build) and 0.25.1 (the GPU build), and of torch 2.13 and 2.11.
 """
 
+import dataclasses
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -181,10 +184,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def ready_for_llm(group: dist.ProcessGroup, *, device: torch.device) -> Iterator[None]:
+def ready_for_llm(
+    group: dist.ProcessGroup, *, device: torch.device, plain_linears: bool
+) -> Iterator[None]:
     """Everything around `LLM()`: the engine's own world, and on a CPU the patches it needs.
 
-    Collective over `group`.
+    Collective over `group`. `plain_linears`: on a CPU keep weights as they can be written in place.
     """
     on_cpu = device.type == "cpu"
     with ExitStack() as stack:
@@ -193,7 +198,9 @@ def ready_for_llm(group: dist.ProcessGroup, *, device: torch.device) -> Iterator
             job = [uuid.uuid4().hex]
             dist.broadcast_object_list(job, group=group, group_src=0)
             stack.enter_context(torch_kept_whole())
-            stack.enter_context(plain_cpu_linears())
+            stack.enter_context(torch_as_vllm_has_it(device))
+            if plain_linears:
+                stack.enter_context(plain_cpu_linears())
             stack.enter_context(own_shared_memory(job[0]))
         stack.enter_context(as_world(group, local_rank=group.rank() if on_cpu else device.index))
         yield
@@ -205,10 +212,7 @@ def torch_kept_whole() -> Iterator[None]:
 
     It replaces torch.set_num_threads by a warning (v1/worker/cpu_worker.py, init_device) and sets
     LD_PRELOAD and LOCAL_WORLD_SIZE (platforms/cpu.py, check_and_update_config), which child
-    processes would inherit. torch.accelerator.synchronize and empty_cache stay empty functions
-    (cpu_model_runner.py, _set_torch_accelerator_to_noop): generate() calls them, and there is no
-    accelerator that would miss them. The binding of memory to this process's NUMA node stays, too
-    (cpu_worker.py, init_cpu_memory_env).
+    processes would inherit. What else it replaces, `torch_as_vllm_has_it` keeps to its calls.
     """
     threads = torch.get_num_threads()
     with (
@@ -217,6 +221,43 @@ def torch_kept_whole() -> Iterator[None]:
     ):
         yield
     torch.set_num_threads(threads)
+
+
+_REPLACED_ON_A_CPU: tuple[tuple[Any, str], ...] = (
+    (torch, "Event"),
+    (torch.Tensor, "pin_memory"),
+    (torch.Tensor, "record_stream"),
+    *((torch.cuda, name) for name in ("Event", "Stream", "set_stream", "current_stream", "stream")),
+    *((torch.accelerator, name) for name in ("synchronize", "empty_cache", "get_memory_info")),
+)
+_vllm_torch: dict[int, Any] = {}
+"""What vLLM has put there, by place in the list: it does so once in a process, on the first import
+of v1/worker/cpu/shm.py, and its engines call it for ever after."""
+
+
+@contextmanager
+def torch_as_vllm_has_it(device: torch.device) -> Iterator[None]:
+    """On a CPU, inside, the functions of torch that vLLM replaces; torch's own outside.
+
+    For every call of the engine: events, streams and pinned memory do nothing there.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    before = {
+        place: getattr(owner, name)
+        for place, (owner, name) in enumerate(_REPLACED_ON_A_CPU)
+        if hasattr(owner, name)
+    }
+    for place, value in _vllm_torch.items():
+        setattr(*_REPLACED_ON_A_CPU[place], value)
+    try:
+        yield
+    finally:
+        for place, value in before.items():
+            owner, name = _REPLACED_ON_A_CPU[place]
+            _vllm_torch[place] = getattr(owner, name)
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -261,6 +302,68 @@ def own_shared_memory(name: str) -> Iterator[None]:
 def inner_model(llm: Any) -> nn.Module:
     """The model that this rank computes with; its parameters are the live ones."""
     return llm.apply_model(lambda model: model)[0]  # type: ignore[no-any-return]
+
+
+PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+"""vLLM's layer methods that compute with the weight as it is loaded."""
+
+
+def is_plain(method: Any) -> bool:
+    """Whether a layer's method computes with its weight as it is."""
+    return type(method).__name__ in PLAIN_METHODS
+
+
+def layers_of_other_methods(llm: Any) -> list[str]:
+    """Layers whose method (quantisation, fused experts) may keep weights in a form of its own, also
+    where names and shapes look alike."""
+    found = []
+    for name, layer in inner_model(llm).named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and not is_plain(method):
+            found.append(f"{name} is computed by {type(method).__name__}")
+    return found
+
+
+def reload_weights(llm: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Load whole tensors with Hugging Face's names, and let each layer process its own anew.
+
+    Worker.reload_weights (v1/worker/gpu_worker.py, both versions): layer by layer into the tensors
+    that the engine computes with, whose addresses stay. A tied head gets no tensor of its own, so
+    vLLM does not process it again, and one that was packed for a CPU would stay as it was packed.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+    model = inner_model(llm)
+    embeddings = {id(m.weight) for n, m in model.named_modules() if n.endswith("embed_tokens")}
+    head: Any = getattr(model, "lm_head", None)
+    method: Any = getattr(head, "quant_method", None)
+    if id(getattr(head, "weight", None)) in embeddings and is_plain(method):
+        method.process_weights_after_loading(head)
+
+
+def engine_argument_names(vllm: Any) -> set[str]:
+    """Names that LLM() takes: its own, and those it hands on to EngineArgs."""
+    own = inspect.signature(vllm.LLM.__init__).parameters
+    fields = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
+    return fields | {name for name in own if name not in ("self", "kwargs")}
+
+
+def check_tensor_parallel_group(group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError unless vLLM's tensor-parallel group has exactly the ranks of `group`.
+
+    vLLM keeps one set of groups in a process (distributed/parallel_state.py): a second engine on
+    other ranks would reduce over the first one's, and answer garbage without an error.
+    """
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    wanted = dist.get_process_group_ranks(group)
+    own = torch.tensor([wanted[group.rank()]])
+    found = [torch.empty_like(own) for _ in range(state.get_tp_group().world_size)]
+    dist.all_gather(found, own, group=state.get_tp_group().cpu_group)
+    ranks = [int(rank) for rank in found]
+    if ranks != wanted:
+        raise RuntimeError(
+            f"vLLM's tensor-parallel group has ranks {ranks}, the engine has {wanted}: this "
+            "process had an engine on other ranks before; it can serve one set of ranks"
+        )
 
 
 def drop_message_queue() -> None:

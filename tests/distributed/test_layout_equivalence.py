@@ -8,7 +8,7 @@ from pool import run_ranks
 from roles import Shape
 from updates import NUM_ROUNDS, SEED, Case, Trace, record_rollout, run_plain, run_updates
 
-from rlhf_megatron.algorithms.config import KlConfig
+from rlhf_megatron.algorithms.config import ImportanceSamplingConfig, KlConfig
 from rlhf_megatron.algorithms.minibatch import mini_batches
 
 NUM_SAMPLES = 24
@@ -21,7 +21,13 @@ COMPARED = (
     "grad_norm/actor",
     "grad_norm/critic",
 )
-COMPARED_ROUNDS = ("kl/mean", "kl/coef", "critic/explained_variance")
+COMPARED_ROUNDS = (
+    "kl/mean",
+    "kl/coef",
+    "critic/explained_variance",
+    "off_policy/is_weight_mean",
+    "off_policy/is_weight_max",
+)
 SMALLEST = {"kl/mean": 1e-4}
 """Absolute bounds, 1e-6 elsewhere: kl/mean is a sum of tens of differences that cancel."""
 
@@ -117,7 +123,10 @@ def test_the_first_updates_are_the_same(models, rollout, reference, case):
     [
         {"aggregation": "sequence_mean"},
         {"aggregation": "sequence_sum_norm", "truncated": "mask"},
-        {"kl": KlConfig(place="loss", estimator="k3", coefficient=0.1)},
+        {
+            "kl": KlConfig(place="loss", estimator="k3", coefficient=0.1),
+            "importance_sampling": ImportanceSamplingConfig(),  # off, as by default
+        },
         {"mini_batch_samples": 1, "epochs": 1},
     ],
     ids=["sequence_mean", "sequence_sum_norm_mask", "kl_loss_k3", "one_sample_for_two_replicas"],

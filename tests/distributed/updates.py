@@ -1,5 +1,6 @@
 """PPO updates from a recorded rollout, in any layout, and by a plain loop over transformers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from small_models import (
 )
 from torch import Tensor
 
-from rlhf_megatron.algorithms.config import KlConfig, PpoConfig
+from rlhf_megatron.algorithms.config import ImportanceSamplingConfig, KlConfig, PpoConfig
 from rlhf_megatron.algorithms.kl import kl_controller
 from rlhf_megatron.batch import RaggedBatch, load_batch, save_batch
 from rlhf_megatron.models.build import VALUE_HEAD
@@ -34,7 +35,8 @@ def optimizer_config() -> OptimizerConfig:
 
 
 def ppo_config(**changes) -> PpoConfig:
-    """All that can be in the losses at once: KL, entropy, both clips, two epochs."""
+    """All that can be in the losses at once: KL, entropy, both clips, importance weights (other
+    than 1 from the second round on the same rollout), two epochs."""
     options = {
         "epochs": 2,
         "mini_batch_samples": 12,
@@ -44,6 +46,7 @@ def ppo_config(**changes) -> PpoConfig:
         "entropy_coefficient": 0.01,
         "clip_ratio_high": 0.25,
         "dual_clip": 3.0,
+        "importance_sampling": ImportanceSamplingConfig(cap=1.2),
         "kl": KlConfig(coefficient=0.1, adaptive=True, target=2.0, horizon_samples=100),
     }
     return PpoConfig(**(options | changes))
@@ -70,6 +73,7 @@ def record_rollout(rank: int, path: Path, num_samples: int) -> None:
         prompt_ids=torch.arange(num_samples),
         sample_indices=torch.zeros(num_samples, dtype=torch.int64),
         truncated=truncated,
+        weight_versions=torch.zeros(num_samples, dtype=torch.int64),
         rewards=torch.randn(num_samples, generator=generator),
     )
     every = response_log_probs(make_model("llama"), batch=batch, temperature=TEMPERATURE).detach()
@@ -137,6 +141,7 @@ def run_updates(rank: int, models: Path, rollout: Path, case: Case) -> Trace:
         metrics = {"kl/coef": controller.coefficient} | ppo.advantages(
             batch, last_values=values["last"], kl_coefficient=controller.coefficient
         )
+        metrics |= ppo.off_policy(batch, version=step - 1)
         critic_report = ppo.update_critic(batch, plan=plan, learning_rate=RATE)
         actor_report = ppo.update_actor(
             batch, plan=plan, learning_rate=RATE, kl_coefficient=controller.coefficient
@@ -194,7 +199,19 @@ class PlainPpo:
         unexplained = (returns - values)[valid].var(correction=0) / returns[valid].var(correction=0)
         response.update(old=old, old_values=values, advantages=advantages, returns=returns)
         mean = sum(sums) / len(sums)
-        metrics = {"kl/coef": self.beta, "kl/mean": mean}
+        weights = [
+            math.exp(float(old[t] - response["rollout_logprobs"][t])) if mask[t] > 0 else 0.0
+            for t in range(len(mask))
+        ]
+        cap, count = config.importance_sampling.cap, int(valid.sum())
+        response["weights"] = torch.tensor([min(weight, cap) for weight in weights])
+        metrics = {
+            "kl/coef": self.beta,
+            "kl/mean": mean,
+            "off_policy/is_weight_mean": sum(weights) / count,
+            "off_policy/is_weight_max": max(weights),
+            "off_policy/is_clipped_fraction": sum(weight > cap for weight in weights) / count,
+        }
         error = min(max(mean / config.kl.target - 1, -0.2), 0.2)
         self.beta *= 1 + error * min(len(batch) / config.kl.horizon_samples, 1)
         return metrics | {"critic/explained_variance": 1 - float(unexplained)}
@@ -212,7 +229,8 @@ class PlainPpo:
         low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
         surrogate = torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
         bounded = torch.max(surrogate, config.dual_clip * advantages)
-        objective = torch.where(advantages < 0, bounded, surrogate).mean()
+        chosen = torch.where(advantages < 0, bounded, surrogate)
+        objective = (chosen * response["weights"][valid]).mean()
         norms = [self._update(0, -objective - config.entropy_coefficient * entropy)]
 
         values = token_values(self.critic, batch=batch)[0][valid]

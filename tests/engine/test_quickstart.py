@@ -22,7 +22,8 @@ METRIC_KEYS = set(
     time/value_seconds time/advantage_seconds time/update_critic_seconds time/update_actor_seconds
     time/reshard_seconds train/throughput_tokens_per_sec train/mfu gpu/memory_active_gb
     memory/rollout_peak_gb memory/update_actor_peak_gb grad_norm/actor grad_norm/critic
-    lr/actor lr/critic
+    lr/actor lr/critic off_policy/weight_version_lag_mean off_policy/weight_version_lag_max
+    off_policy/is_weight_mean off_policy/is_weight_max off_policy/is_clipped_fraction
     """.split()  # noqa: SIM905
 )
 
@@ -85,6 +86,8 @@ def test_a_person_sees_steps_samples_and_before_and_after(run_folder):
     text = (run_folder / "stdout.txt").read_text()
     assert "64 prompts x 2 responses = 128 samples per step" in text
     assert "step 3/3" in text and "sample " in text
+    assert "weight sync: in place" in text
+    assert "start check: greedy tokens of 16 of 16 prompts are the same after a sleep" in text
     assert "held-out prompts before and after" in text
     rows = (run_folder / "rollouts/step_000002.jsonl").read_text().splitlines()
     assert len(rows) == 128

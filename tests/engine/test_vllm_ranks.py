@@ -65,7 +65,37 @@ def engine_rank(rank: int, scratch: Path) -> dict[str, Any]:
         level_group_count()
         results[kind] = {"llm_seconds": time.perf_counter() - start, **observe(engine, kind)}
         results[kind]["trainer"] = use_trainer_groups(rank)
+    results["other_ranks"] = build_on_other_ranks(rank, scratch / f"llama_{rank}")
+    results["trainer_at_last"] = use_trainer_groups(rank)
     return results
+
+
+def build_on_other_ranks(rank: int, directory: Path) -> str:
+    """What is said of a second set of engines in the same processes, on neighbours."""
+    from rlhf_megatron.rollout.factory import build_engine
+    from rlhf_megatron.rollout.vllm_fit import level_group_count
+    from rlhf_megatron.rollout.worlds import make_engine_groups
+
+    engines = [(0, 1), (2, 3)]
+    replica = rank // 2
+    message = ""
+    try:
+        build_engine(
+            "vllm",
+            model_dir=directory,
+            config=RolloutConfig(max_num_seqs=16, tensor_parallel_size=2),
+            ranks=engines[replica],
+            replica=replica,
+            group=make_engine_groups(engines, device="cpu")[replica],
+            dtype="float32",
+            run_seed=5,
+            max_model_len=128,
+            device=torch.device("cpu"),
+        )
+    except RuntimeError as error:
+        message = str(error)
+    level_group_count()
+    return message
 
 
 def use_trainer_groups(rank: int) -> list[float]:
@@ -148,3 +178,11 @@ def test_engines_agree_since_seeds_belong_to_requests(
 @pytest.mark.parametrize("kind", CHECKED)
 def test_trainer_groups_work_beside_the_engines(results: list[dict[str, Any]], kind: str) -> None:
     assert [r[kind]["trainer"] for r in results] == [[6.0, 4.0], [6.0, 4.0], [6.0, 2.0], [6.0, 4.0]]
+
+
+def test_a_second_set_of_ranks_in_one_process_is_refused(results: list[dict[str, Any]]) -> None:
+    """vLLM would reduce over the first engines' ranks, and answer garbage without an error."""
+    for rank, result in enumerate(results):
+        first, second = ENGINES[rank % 2], [(0, 1), (2, 3)][rank // 2]
+        assert f"has ranks {list(first)}, the engine has {list(second)}" in result["other_ranks"]
+        assert result["trainer_at_last"] == result["llama"]["trainer"]

@@ -39,6 +39,14 @@ SAMPLED = SamplingParameters(
     temperature=1.0, max_response_tokens=24, responses_per_prompt=3, stop_token_ids=(EOS, 7)
 )
 CPU = torch.device("cpu")
+TORCH_FUNCTIONS = [
+    (torch, "Event"),
+    (torch.Tensor, "pin_memory"),
+    (torch.Tensor, "record_stream"),
+    *((torch.cuda, name) for name in ("Event", "Stream", "current_stream", "stream")),
+    *((torch.accelerator, name) for name in ("synchronize", "empty_cache", "get_memory_info")),
+]
+"""What vLLM replaces on a CPU."""
 RUN_SEED = 5
 
 
@@ -71,6 +79,7 @@ def global_state() -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
+        **{f"{owner}.{name}": getattr(owner, name, None) for owner, name in TORCH_FUNCTIONS},
         **{name: os.environ.get(name) for name in variables},
     }
 

@@ -74,6 +74,40 @@ def test_one_rank_trains_with_parity(quickstart, tmp_path, engine):
     assert (tmp_path / "run/hf/model.safetensors").exists()
 
 
+def test_a_quantised_engine_takes_weights_through_its_own_reload(quickstart, tmp_path, capfd):
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    overrides = [
+        *ONE_RANK,
+        "rollout.engine=vllm",
+        "rollout.tensor_parallel_size=1",
+        "rollout.engine_args={quantization: fp8}",
+        "parity.logprob_abs_diff_mean=0.3",
+        "ppo.importance_sampling.cap=2",
+    ]
+    metrics = run(quickstart, tmp_path / "run", overrides, num_processes=1)
+    output = capfd.readouterr().out
+    assert "through the engine's own reload" in output
+    assert "start check" in output
+    for step in metrics:
+        assert 0 < step["parity/logprob_abs_diff_mean"] <= 0.3
+        assert step["off_policy/is_weight_mean"] == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["rollout.sleep_level=2"], ["reshard.interval=2"], ["rollout.weight_update=reload"]],
+    ids=["sleep_level_2", "interval_2", "reload"],
+)
+def test_ways_to_keep_and_renew_the_engines_weights(quickstart, tmp_path, capfd, options):
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    overrides = [*ONE_RANK, "rollout.engine=vllm", "rollout.tensor_parallel_size=1", *options]
+    metrics = run(quickstart, tmp_path / "run", overrides, num_processes=1)
+    assert "start check: greedy tokens of 8 of 8 prompts" in capfd.readouterr().out
+    for step in metrics:
+        if step["off_policy/weight_version_lag_max"] == 0:
+            assert step["parity/logprob_abs_diff_mean"] <= 0.05
+
+
 def test_four_ranks_share_one_gpu_at_tp2_pp2(quickstart, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed here")
     overrides = [

@@ -30,6 +30,7 @@ def batch(**differences: list[float]) -> RaggedBatch:
     found.response["old_logprobs"] = torch.full((count,), -1.0)
     for name, values in differences.items():
         found.response[name] = -1.0 - torch.tensor(values)
+    found.sample["weight_versions"] = torch.zeros(1, dtype=torch.int64)
     return found
 
 
@@ -79,7 +80,7 @@ def test_reference(differences, precision, passes):
 def test_parity_gives_the_metrics_and_holds_the_bounds():
     config = ParityConfig(logprob_abs_diff_max=0.5, logprob_abs_diff_mean=0.2)
     metrics = check_parity(
-        batch(rollout_logprobs=[0.25, -0.125, 0.0]), config=config, precision="fp32"
+        batch(rollout_logprobs=[0.25, -0.125, 0.0]), config=config, precision="fp32", version=0
     )
     assert metrics == {
         "parity/logprob_abs_diff_mean": pytest.approx(0.125),
@@ -96,19 +97,34 @@ def test_a_breach_of_parity(differences, action, caplog):
     given = batch(rollout_logprobs=differences)
     if action == "stop":
         with pytest.raises(InvariantError, match="trainer and rollout engine disagree"):
-            check_parity(given, config=config, precision="fp32")
+            check_parity(given, config=config, precision="fp32", version=0)
         return
     with caplog.at_level(logging.WARNING):
-        metrics = check_parity(given, config=config, precision="fp32")
+        metrics = check_parity(given, config=config, precision="fp32", version=0)
     assert "disagree" in caplog.text
     assert set(metrics) == {"parity/logprob_abs_diff_mean", "parity/logprob_abs_diff_max"}
 
 
 def test_parity_defaults_depend_on_the_precision():
     given = batch(rollout_logprobs=[0.04, -0.02])
-    check_parity(given, config=ParityConfig(), precision="bf16")
+    check_parity(given, config=ParityConfig(), precision="bf16", version=0)
     with pytest.raises(InvariantError):
-        check_parity(given, config=ParityConfig(), precision="fp32")
+        check_parity(given, config=ParityConfig(), precision="fp32", version=0)
+
+
+def test_parity_bounds_hold_for_the_present_weights_alone():
+    """Two tokens of version 3, then three of version 5."""
+    config = ParityConfig(logprob_abs_diff_max=0.5, logprob_abs_diff_mean=0.4)
+    given = from_sequences([[1], [1]], responses=[[2, 2], [2, 2, 2]])
+    given.sample["weight_versions"] = torch.tensor([3, 5])
+    given.response["old_logprobs"] = torch.zeros(5)
+    given.response["rollout_logprobs"] = torch.tensor([0.9, -0.9, 0.25, 0.0, 0.125])
+    metrics = check_parity(given, config=config, precision="fp32", version=5)
+    assert metrics["parity/logprob_abs_diff_max"] == pytest.approx(0.9)
+    assert metrics["parity/logprob_abs_diff_mean"] == pytest.approx(2.175 / 5)
+    check_parity(given, config=config, precision="fp32", version=7)  # none is present
+    with pytest.raises(InvariantError, match=r"max 0\.9 .*mean 0\.9"):
+        check_parity(given, config=config, precision="fp32", version=3)
 
 
 def test_finite():

@@ -179,6 +179,27 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["ppo.mini_batch_samples=128"],
         ["ppo.mini_batch_samples=128", "must divide the 64 samples", "take 1, 2, 4"],
     ),
+    (
+        ["ppo.importance_sampling.cap=0.5"],
+        ["ppo.importance_sampling.cap=0.5", "must be 0 (off) or at least 1", "take 2"],
+    ),
+    (
+        ["reshard.interval=3", "rollout.sleep_level=2"],
+        ["rollout.sleep_level=2", "only every 3 steps", "set rollout.sleep_level=1"],
+    ),
+    (
+        ["rollout.engine_args={load_format: auto}"],
+        ["rollout.engine_args.load_format", "set by the trainer", "remove it"],
+    ),
+    (
+        ["rollout.engine_args={block_size: 16}"],
+        ["rollout.engine_args.block_size", "key of its own", "set rollout.block_size"],
+    ),
+    (
+        ["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=512"],
+        ["rollout.max_num_batched_tokens=512", "whole prompt and response", "set 2048 or 0"],
+    ),
+    (["reshard.interval=0"], ["reshard.interval=0", "must be at least 1", "the default is 1"]),
     (["ppo.dual_clip=0.5"], ["ppo.dual_clip=0.5", "must be 0 (off) or above 1", "take 3"]),
     (["ppo.kl.estimator=k3"], ["ppo.kl.estimator=k3", "takes k1 only", "ppo.kl.place=loss"]),
     (["ppo.kl.place=loss"], ["ppo.kl.estimator=k1", "takes k2 or k3 only", "ppo.kl.estimator=k2"]),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_megatron.algorithms.config import KlConfig, PpoConfig
+from rlhf_megatron.algorithms.config import ImportanceSamplingConfig, KlConfig, PpoConfig
 from rlhf_megatron.algorithms.losses import explained_variance, policy_loss, value_loss
 from rlhf_megatron.algorithms.metric_sums import MetricSums
 
@@ -20,6 +20,12 @@ OPTIONS = {
     "dual_clip": PpoConfig(dual_clip=1.5),
     "k2": PpoConfig(kl=KlConfig(place="loss", estimator="k2"), entropy_coefficient=0.01),
     "k3": PpoConfig(kl=KlConfig(place="loss", estimator="k3"), dual_clip=2.0),
+    "importance": PpoConfig(
+        importance_sampling=ImportanceSamplingConfig(cap=2.0),
+        kl=KlConfig(place="loss", estimator="k2"),
+        entropy_coefficient=0.02,
+        dual_clip=1.5,
+    ),
 }
 
 
@@ -40,6 +46,7 @@ class Case:
         self.values = [rng.gauss(0, 1) for _ in range(n)]
         self.old_values = [x + rng.gauss(0, 0.3) for x in self.values]
         self.returns = [rng.gauss(0, 1) for _ in range(n)]
+        self.weights = [min(math.exp(rng.gauss(0, 1)), 2.0) for _ in range(n)]
 
     def samples(self):
         start = 0
@@ -66,6 +73,9 @@ class Case:
             "response_lengths": self.response_lengths(samples),
             "entropy": self.tensor("entropy", samples),
             "ref_logprobs": self.tensor("ref", samples) if config.kl.place == "loss" else None,
+            "importance_weights": (
+                self.tensor("weights", samples) if config.importance_sampling.cap else None
+            ),
         } | replaced
         return policy_loss(
             inputs.pop("logprobs"),
@@ -111,7 +121,7 @@ def oracle_surrogate(case, config, t):
     objective = min(ratio * advantage, clipped * advantage)
     if config.dual_clip and advantage < 0:
         objective = max(objective, config.dual_clip * advantage)
-    return -objective
+    return -objective * (case.weights[t] if config.importance_sampling.cap else 1.0)
 
 
 def oracle_policy(case, config, t):
@@ -281,8 +291,16 @@ def test_a_micro_batch_without_valid_tokens_is_zero_and_differentiable(aggregati
     assert full.maxima.keys() == loss.metrics.maxima.keys()
 
 
+def test_importance_weights_of_one_change_nothing():
+    case, config = Case(4), OPTIONS["importance"]
+    ones = torch.ones(len(case.weights), dtype=torch.float64)
+    same = case.policy(config, importance_weights=ones)
+    assert torch.equal(same.loss_sum, case.policy(config, importance_weights=None).loss_sum)
+    assert not torch.equal(same.loss_sum, case.policy(config).loss_sum)
+
+
 def test_garbage_at_masked_tokens_reaches_neither_loss_nor_gradient():
-    case, config = Case(2), OPTIONS["k3"]
+    case, config = Case(2), OPTIONS["importance"]
     poison = case.tensor("mask") == 0
     clean = case.policy(config)
     poisoned = {}
@@ -292,6 +310,7 @@ def test_garbage_at_masked_tokens_reaches_neither_loss_nor_gradient():
         "ref_logprobs": "ref",
         "advantages": "advantages",
         "entropy": "entropy",
+        "importance_weights": "weights",
     }.items():
         poisoned[argument] = case.tensor(name).masked_fill(poison, float("nan"))
     poisoned["logprobs"].requires_grad_()

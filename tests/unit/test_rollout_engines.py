@@ -9,13 +9,23 @@ from rlhf_megatron.errors import ConfigError, UserError
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import Box, Placement
 from rlhf_megatron.rollout import vllm_fit
-from rlhf_megatron.rollout.config import RolloutConfig
+from rlhf_megatron.rollout.config import (
+    ENGINE_ARGS_SET_HERE,
+    ENGINE_ARGS_WITH_KEYS,
+    RolloutConfig,
+)
 from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
+from rlhf_megatron.rollout.engine_args import check_engine_args
 from rlhf_megatron.rollout.factory import parse_engines, resolve_engine
-from rlhf_megatron.rollout.parameters import check_parameters
+from rlhf_megatron.rollout.parameters import check_parameters, layout_problems
 from rlhf_megatron.rollout.responses import Response, SeedPlan, list_requests, to_batch
 from rlhf_megatron.rollout.seeds import engine_seed, request_seed
-from rlhf_megatron.rollout.vllm import CPU_KV_CACHE_BYTES_MAX, cpu_kv_cache_bytes, llm_arguments
+from rlhf_megatron.rollout.vllm import (
+    CPU_KV_CACHE_BYTES_MAX,
+    VllmEngine,
+    cpu_kv_cache_bytes,
+    llm_arguments,
+)
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParameters(
@@ -135,18 +145,39 @@ def test_parameters_that_the_layout_covers_pass() -> None:
         placement("a", rows=1, columns=2, offset=3),
         placement("lm_head.weight", rows=5, columns=2),
     )
-    check_parameters(parameters, layout=layout, padded={"lm_head.weight"}, engine="vllm")
-    with pytest.raises(UserError, match=r"lm_head\.weight .*10 of its 16"):
-        check_parameters(parameters, layout=layout, engine="vllm")
+    common = {"layout": layout, "dtype": torch.float32}
+    assert layout_problems(parameters, padded={"lm_head.weight"}, **common) == []
+    (problem,) = layout_problems(parameters, **common)
+    assert "lm_head.weight (8, 2): 10 of its 16" in problem
+    with pytest.raises(UserError, match=r"rollout\.engine hf.*\n  - lm_head\.weight"):
+        check_parameters(parameters, engine="hf", **common)
 
 
-def test_parameters_laid_out_anew_are_refused() -> None:
-    layout = tuple(placement(name, rows=4, columns=2) for name in ("a", "b", "c"))
-    packed = {"a": torch.zeros(0), "b": torch.zeros(4, 3), "b_scale": torch.zeros(1)}
-    with pytest.raises(UserError) as caught:
-        check_parameters(packed, layout=layout, engine="vllm")
-    for part in ("a has shape (0,)", "b (4, 3): 8 of its 12", "b_scale (1,)", "c is missing"):
-        assert part in str(caught.value)
+def test_parameters_laid_out_anew_are_named() -> None:
+    layout = tuple(placement(name, rows=4, columns=2) for name in ("a", "b", "c", "d"))
+    packed = {
+        "a": torch.zeros(0),
+        "b": torch.zeros(4, 3),
+        "b_scale": torch.zeros(1),
+        "d": torch.zeros(4, 2, dtype=torch.int8),
+    }
+    problems = layout_problems(packed, layout=layout, dtype=torch.float32)
+    assert problems == [
+        "a has shape (0,), expected at least (4, 2)",
+        "b (4, 3): 8 of its 12 elements belong to the model",
+        "b_scale (1,): 0 of its 1 elements belong to the model",
+        "c is missing",
+        "d is torch.int8, expected torch.float32",
+    ]
+
+
+def test_an_overlap_does_not_make_up_for_a_gap() -> None:
+    layout = (
+        placement("a", rows=3, columns=2),
+        placement("a", rows=3, columns=2, offset=2),
+    )
+    (problem,) = layout_problems({"a": torch.zeros(6, 2)}, layout=layout, dtype=torch.float32)
+    assert "overlap" in problem
 
 
 @pytest.mark.parametrize(("tensor_parallel_size", "kv_heads"), [(1, 2), (2, 1), (4, 1)])
@@ -192,14 +223,50 @@ def arguments(device: torch.device, config: RolloutConfig) -> dict[str, object]:
     )
 
 
-def test_engine_arguments_pass_through_but_for_the_fixed_ones() -> None:
-    config = RolloutConfig(engine_args={"enable_prefix_caching": False, "swap": 1})
+def test_engine_arguments_pass_through() -> None:
+    config = RolloutConfig(
+        engine_args={"enable_prefix_caching": False, "swap": 1},
+        block_size=64,
+        max_num_batched_tokens=512,
+        enable_chunked_prefill=False,
+    )
     found = arguments(CPU, config)
     assert found["enable_prefix_caching"] is False and found["swap"] == 1
     assert found["enforce_eager"] and not found["enable_sleep_mode"]
-    config.engine_args = {"logprobs_mode": "raw_logprobs", "dtype": "float16"}
-    with pytest.raises(UserError, match="dtype, logprobs_mode"):
-        arguments(CPU, config)
+    assert found["block_size"] == 64 and found["max_num_batched_tokens"] == 512
+    assert found["enable_chunked_prefill"] is False
+    plain = arguments(CPU, RolloutConfig())
+    assert plain["block_size"] == 32 and "max_num_batched_tokens" not in plain
+
+
+def test_engine_arguments_that_vllm_does_not_know_or_we_set_are_refused_at_once() -> None:
+    given = {
+        "logprobs_mode": "raw_logprobs",
+        "dtype": "float16",
+        "enable_prefix_cashing": True,
+        "zzz": 1,
+        "quantization": "fp8",
+    }
+    with pytest.raises(ConfigError) as caught:
+        check_engine_args(
+            given, known={"dtype", "logprobs_mode", "enable_prefix_caching", "quantization"}
+        )
+    assert caught.value.problems == [
+        "rollout.engine_args.dtype: has a key of its own; set actor.precision instead",
+        "rollout.engine_args.logprobs_mode: is set by the trainer, since log-probs must be those "
+        "of the tempered distribution; remove it",
+        "rollout.engine_args.enable_prefix_cashing: vLLM takes no such argument; did you mean "
+        "enable_prefix_caching?",
+        "rollout.engine_args.zzz: vLLM takes no such argument; remove it",
+    ]
+    check_engine_args({"quantization": "fp8"}, known={"quantization"})
+
+
+def test_every_argument_of_ours_has_its_reason() -> None:
+    """What the trainer hands to LLM() is refused in `engine_args`, but for the free defaults."""
+    gpu = arguments(torch.device("cuda", 0), RolloutConfig(kv_cache_memory_gb=1, block_size=16))
+    ours = gpu.keys() - {"disable_log_stats", "enable_prefix_caching"}
+    assert ours <= ENGINE_ARGS_WITH_KEYS.keys() | ENGINE_ARGS_SET_HERE.keys()
 
 
 def test_arguments_on_a_gpu() -> None:
@@ -207,5 +274,55 @@ def test_arguments_on_a_gpu() -> None:
     found = arguments(gpu, RolloutConfig(gpu_memory_utilization=0.4))
     assert found["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in found
     assert found["enable_sleep_mode"] and not found["enforce_eager"]
+    assert "block_size" not in found and found["enable_chunked_prefill"]
     found = arguments(gpu, RolloutConfig(kv_cache_memory_gb=1.5, sleep_level=0))
     assert found["kv_cache_memory_bytes"] == 1_500_000_000 and not found["enable_sleep_mode"]
+
+
+class SleepingLlm:
+    """Notes what the engine asks of vLLM."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def sleep(self, *, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, *, tags: list[str]) -> None:
+        self.calls.append(("wake", tags))
+
+
+def sleeping_engine(*, level: int, device: str) -> VllmEngine:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._llm = SleepingLlm()
+    engine._config = RolloutConfig(sleep_level=level)
+    engine._device = torch.device(device)
+    engine._asleep, engine._weight_version = frozenset(), 3
+    return engine
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_once_and_wakes_by_tag(level: int) -> None:
+    engine = sleeping_engine(level=level, device="cuda")
+    engine.sleep()
+    engine.sleep()
+    # What level 2 dropped must be written before it is used.
+    assert (engine._weight_version is None) == (level == 2)
+    with pytest.raises(AssertionError, match="sleeping"):
+        engine.parameters()
+    engine.wake(tags=["weights"])
+    engine.wake(tags=["weights", "kv_cache"])
+    engine.wake(tags=["kv_cache"])
+    assert engine._llm.calls == [
+        ("sleep", level),
+        ("wake", ["weights"]),
+        ("wake", ["kv_cache"]),
+    ]
+
+
+@pytest.mark.parametrize(("level", "device"), [(0, "cuda"), (1, "cpu"), (2, "cpu")])
+def test_an_engine_that_cannot_or_may_not_sleep_stays_awake(level: int, device: str) -> None:
+    engine = sleeping_engine(level=level, device=device)
+    engine.sleep()
+    engine.wake(tags=["weights", "kv_cache"])
+    assert engine._llm.calls == [] and engine._weight_version == 3
