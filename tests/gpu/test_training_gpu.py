@@ -76,6 +76,7 @@ def test_one_rank_trains_with_parity(quickstart, tmp_path, engine):
 
 def test_a_quantised_engine_takes_weights_through_its_own_reload(quickstart, tmp_path, capfd):
     pytest.importorskip("vllm", reason="vLLM is not installed here")
+    pytest.importorskip("compressed_tensors", reason="vLLM's fp8 needs compressed-tensors")
     overrides = [
         *ONE_RANK,
         "rollout.engine=vllm",
