@@ -45,8 +45,8 @@ from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.ranks import run_ranks
 from rlhf_megatron.reshard.engines import propose_engines
-from rlhf_megatron.reshard.execute import BUCKETS_IN_FLIGHT, Resharder
-from rlhf_megatron.reshard.plan import make_plan
+from rlhf_megatron.reshard.execute import Resharder
+from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
 
 DTYPE = torch.bfloat16
 PAIRS = ("tp2,pp4>tp2", "tp4,pp2>tp4", "tp2,pp2,dp2>tp4", "tp1,pp4,dp2>tp2")

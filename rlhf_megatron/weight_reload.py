@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rlhf_megatron.layout.boxes import LogicalTensor, RankLayout
 from rlhf_megatron.layout.cuts import whole
-from rlhf_megatron.reshard.execute import BUCKETS_IN_FLIGHT, Resharder
+from rlhf_megatron.reshard.execute import Resharder
 from rlhf_megatron.reshard.pieces import Layouts
-from rlhf_megatron.reshard.plan import make_plan
+from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
 from rlhf_megatron.reshard.verify import verify_reshard
 from rlhf_megatron.rollout.contract import RolloutEngine
 

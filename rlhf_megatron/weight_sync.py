@@ -13,8 +13,8 @@ from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.reshard.config import ReshardConfig
-from rlhf_megatron.reshard.execute import BUCKETS_IN_FLIGHT, Resharder, ReshardStats
-from rlhf_megatron.reshard.plan import make_plan
+from rlhf_megatron.reshard.execute import Resharder, ReshardStats
+from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
 from rlhf_megatron.reshard.verify import verify_reshard
 from rlhf_megatron.rollout.contract import RolloutEngine
 from rlhf_megatron.weight_reload import ReloadStats, ReloadSync, restricted
@@ -214,7 +214,7 @@ def copy_weights(
         role_layouts(source),
         wanted,
         itemsize_bytes=dtype.itemsize,
-        bucket_bytes=256_000_000,
+        bucket_bytes=256_000_000 // BUCKETS_IN_FLIGHT,
         ranks=[rank],
     )
     Resharder(

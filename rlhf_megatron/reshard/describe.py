@@ -14,7 +14,7 @@ from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.reshard.engines import Engines, engine_blocks, propose_engines
 from rlhf_megatron.reshard.minimum import Away, elements_minimum_over_numberings
-from rlhf_megatron.reshard.plan import ReshardPlan, make_plan
+from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, ReshardPlan, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def describe_reshard(
         source,
         target,
         itemsize_bytes=itemsize_bytes,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes // BUCKETS_IN_FLIGHT,
         node_of=node_of,
         ranks=None if all_ranks else ranks[:1],
         away=away,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.reshard.plan import ReshardPlan, Transfer
+from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, ReshardPlan, Transfer
 from rlhf_megatron.reshard.strips import Strip, join
 
 logger = logging.getLogger("rlhf_megatron.reshard")
@@ -21,9 +21,6 @@ logger = logging.getLogger("rlhf_megatron.reshard")
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Parameters by name, or what returns them, asked in each run. Their storage may move between runs.
 """
-
-BUCKETS_IN_FLIGHT = 2
-"""One travels, its neighbour is packed or unpacked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,17 @@ Every rank computes the same plan from the same layouts, so nothing is exchanged
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rlhf_megatron.layout.boxes import Box
 from rlhf_megatron.layout.cells import cut_rows
 from rlhf_megatron.reshard.minimum import Away, bytes_minimum
 from rlhf_megatron.reshard.pieces import Layouts, Piece, pieces
 from rlhf_megatron.reshard.routes import Buckets, Route, Routes
+
+BUCKETS_IN_FLIGHT = 2
+"""While one travels, its neighbour is packed or unpacked. Who has memory for two buckets to send
+from and receive in at once plans with half of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +143,14 @@ class _Builder:
             self._copies[rank].append(_transfer(piece, piece.box, rank, rank))
         if not delivery.routes:
             return
+        choice = self.routes.choose(delivery, size_bytes=piece.box.numel * self._itemsize_bytes)
         largest = self._bucket_bytes // (self._itemsize_bytes * delivery.sends_per_sender)
-        for part in cut_rows(piece.box, elements=max(1, largest)):
-            size = part.numel * self._itemsize_bytes
-            choice = self.routes.choose(delivery, size_bytes=size)
-            bucket = self.buckets.place(choice)
+        parts = list(cut_rows(piece.box, elements=max(1, largest)))
+        buckets: list[int] = []
+        for elements, alike in groupby(part.numel for part in parts):
+            size = elements * self._itemsize_bytes
+            buckets += self.buckets.place(choice, size_bytes=size, count=len(list(alike)))
+        for part, bucket in zip(parts, buckets, strict=True):
             for route in delivery.listed:
                 self._list(piece, part, route, choice.of(route), bucket)
 

@@ -77,8 +77,8 @@ class Choice:
 
     rows: Integers
     """The senders, then the row of the takers."""
-    loads: Integers
-    """Bytes that each sends of it, then those that each taker receives."""
+    times: Integers
+    """How often each sends it; then 1, since each taker receives it once."""
     orders: dict[Route, Integers]
     """Per route with a choice: its senders in the order in which the takers, in turn, use them."""
 
@@ -122,9 +122,9 @@ class Routes:
             orders[route] = delivery.rows[chosen]
         self._moved[delivery.rows] = after
         delivery.bytes_per_taker += size_bytes
-        loads = after - before
-        used = loads.nonzero()[0]
-        return Choice(delivery.rows[used], loads[used], orders)
+        times = (after - before) // size_bytes
+        used = times.nonzero()[0]
+        return Choice(delivery.rows[used], times[used], orders)
 
     def sent(self) -> dict[int, int]:
         """Bytes sent by each rank."""
@@ -176,33 +176,38 @@ class Buckets:
         """All earlier buckets are at least three quarters full: not searched again."""
         self.count = 0
 
-    def place(self, choice: Choice) -> int:
-        """The bucket of a piece."""
-        rows, loads = choice.rows, choice.loads
-        bucket = self._first_with_room(rows, loads=loads)
-        left = np.minimum(self._room[rows, bucket], self._bucket_bytes) - loads
-        self._room[rows, bucket] = left
-        full = rows[left <= self._bucket_bytes // 4]
-        full = full[self._first_open[full] == bucket]
-        while len(full):
-            self._first_open[full] += 1
-            full = full[self._room[full, self._first_open[full]] <= self._bucket_bytes // 4]
-        self.count = max(self.count, bucket + 1)
-        return bucket
-
-    def _first_with_room(self, rows: Integers, *, loads: Integers) -> int:
+    def place(self, choice: Choice, *, size_bytes: int, count: int) -> list[int]:
+        """The buckets of `count` parts of one size of a piece, ascending."""
+        rows, loads = choice.rows, (choice.times * size_bytes)[:, None]
+        in_empty = np.maximum(self._bucket_bytes // loads, 1)
+        found: list[int] = []
         start = int(self._first_open[rows].max())
-        while True:
+        while len(found) < count:
             stop = start + _WINDOW
             if stop >= self._room.shape[1]:
                 more = np.full_like(self._room, _EMPTY)
                 self._room = np.concatenate([self._room, more], axis=1)
-            enough = self._room[rows, start:stop] >= loads[:, None]
-            fits = np.logical_and.reduce(enough, axis=0)
-            first = int(fits.argmax())
-            if fits[first]:
-                return start + first
+            room = self._room[rows, start:stop]
+            fit = np.where(room == _EMPTY, in_empty, room // loads).min(axis=0)
+            for column in fit.nonzero()[0].tolist():
+                parts = min(int(fit[column]), count - len(found))
+                left = np.minimum(room[:, column], self._bucket_bytes) - parts * loads[:, 0]
+                self._room[rows, start + column] = left
+                found += [start + column] * parts
+                if len(found) == count:
+                    break
             start = stop
+        self._pass_full_ones(rows)
+        self.count = max(self.count, found[-1] + 1)
+        return found
+
+    def _pass_full_ones(self, rows: Integers) -> None:
+        at = self._first_open[rows]
+        full = self._room[rows, at] <= self._bucket_bytes // 4
+        while full.any():
+            at += full
+            full = self._room[rows, at] <= self._bucket_bytes // 4
+        self._first_open[rows] = at
 
 
 _WINDOW = 8
