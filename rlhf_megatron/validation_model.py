@@ -1,6 +1,6 @@
 """The rules of a configuration that need the numbers of its models."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from rlhf_megatron.config import Config
@@ -21,6 +21,8 @@ class ModelNumbers(Protocol):
     def num_key_value_heads(self) -> int: ...
     @property
     def hidden_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
     @property
     def ffn_hidden_size(self) -> int: ...
     @property
@@ -74,6 +76,7 @@ def _layout(
         key=f"{at}.tensor_model_parallel_size",
         model=model,
         directory=directory,
+        broken_rules=broken_training_rules,
     )
     pipeline = parallel.pipeline_model_parallel_size
     if model.num_layers % pipeline:
@@ -107,11 +110,30 @@ def broken_tensor_rules(size: int, *, model: ModelNumbers) -> list[str]:
     return rules
 
 
-def _tensor_size(size: int, *, key: str, model: ModelNumbers, directory: str) -> Iterator[str]:
+def broken_training_rules(size: int, *, model: ModelNumbers) -> list[str]:
+    """The same for Megatron-Core, which cuts the stacked rows of query, key and value evenly, also
+    where KV heads are fewer than shards, and the hidden size."""
     rules = broken_tensor_rules(size, model=model)
+    if model.hidden_size % size:
+        rules.append(f"must divide the hidden size {model.hidden_size}")
+    rows = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    if rows % size:
+        rules.append(f"must divide the {rows} rows of query, key and value")
+    return rules
+
+
+def _tensor_size(
+    size: int,
+    *,
+    key: str,
+    model: ModelNumbers,
+    directory: str,
+    broken_rules: Callable[..., list[str]] = broken_tensor_rules,
+) -> Iterator[str]:
+    rules = broken_rules(size, model=model)
     if rules:
         candidates = range(1, model.num_attention_heads + 1)
-        fitting = [n for n in candidates if not broken_tensor_rules(n, model=model)]
+        fitting = [n for n in candidates if not broken_rules(n, model=model)]
         yield f"{key}={size}: {' and '.join(rules)} of {directory}; take {listed(fitting)}"
 
 

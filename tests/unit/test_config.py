@@ -14,7 +14,11 @@ from rlhf_megatron.errors import ConfigError, UserError
 from rlhf_megatron.loader import nearest, options_of, sections_of
 from rlhf_megatron.resolve import describe_batch, parallel_layout
 from rlhf_megatron.validation import load_and_validate, validate, validate_paths
-from rlhf_megatron.validation_model import broken_tensor_rules, validate_model
+from rlhf_megatron.validation_model import (
+    broken_tensor_rules,
+    broken_training_rules,
+    validate_model,
+)
 
 GOOD = """
 run: {output_dir: runs/x}
@@ -491,7 +495,7 @@ def model_problems(*overrides: str, **models: Numbers) -> list[str]:
         ),
         (
             ["ref.parallel.tensor_model_parallel_size=2"],
-            {"ref": Numbers(num_key_value_heads=3, num_attention_heads=12)},
+            {"ref": Numbers(num_key_value_heads=3, num_attention_heads=12, hidden_size=96)},
             [
                 "ref.parallel.tensor_model_parallel_size=2",
                 "3 key-value heads",
@@ -557,6 +561,9 @@ def test_models_that_fit() -> None:
     # One key-value head is replicated on any tensor-parallel size.
     one = Numbers(num_key_value_heads=1)
     assert [n for n in range(1, 9) if not broken_tensor_rules(n, model=one)] == [1, 2, 4, 8]
+    # 8 + 2 heads of 6 rows: Megatron-Core cuts 60 rows into 4 shards, not into 8.
+    rows = Numbers(num_key_value_heads=1, head_dim=6)
+    assert [n for n in range(1, 9) if not broken_training_rules(n, model=rows)] == [1, 2, 4]
     # The reference's vocabulary does not matter where there is no reference.
     assert model_problems("ppo.kl.place=off", ref=Numbers(vocab_size=5)) == []
     assert len(model_problems(ref=Numbers(vocab_size=5))) == 1
