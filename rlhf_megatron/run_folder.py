@@ -2,8 +2,26 @@
 
 from pathlib import Path
 
+from rlhf_megatron.config import Config, resolved_yaml
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.validation import METRICS_FILE, holds_a_run
+from rlhf_megatron.resume import ResumePoint, cut_back
+from rlhf_megatron.validation import METRICS_FILE, holds_a_run, is_restart
+
+
+def open_run_folder(config: Config, *, point: ResumePoint | None) -> None:
+    """Make a new run's folder, or cut the one that is gone on with back to the checkpoint; on rank
+    0 only. Raises UserError."""
+    folder, text = Path(config.run.output_dir), resolved_yaml(config)
+    if point is None or not point.in_place:
+        # A restart found no checkpoint yet: what its first start has written is its own.
+        overwrite = config.run.overwrite or is_restart()
+        prepare_run_folder(folder, overwrite=overwrite, resolved_yaml=text)
+        return
+    try:
+        cut_back(point, output_dir=folder)
+        (folder / "config.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run.output_dir={str(folder)!r}: cannot be written ({error})") from error
 
 
 def prepare_run_folder(output_dir: str | Path, *, overwrite: bool, resolved_yaml: str) -> None:
