@@ -108,11 +108,11 @@ def train(config: Config) -> int:
             device=context.device,
         )
         seed_everything(config.run.seed)
-        trainer = Trainer(config, context=context, ledger=ledger, stop=stop, resume=point)
         try:
-            trainer.fit()
+            Trainer(config, context=context, ledger=ledger, stop=stop, resume=point).fit()
         except RunStopped as stopped:
-            trainer.say(str(stopped))
+            if context.rank == 0:
+                print(stopped, flush=True)
             return EXIT_STOPPED_RESUMABLE
         return EXIT_DONE
 

@@ -39,7 +39,7 @@ from rlhf_megatron.ppo import PpoStep, UpdateReport, score_metrics, update_kl_co
 from rlhf_megatron.resume import ResumePoint
 from rlhf_megatron.rollout.contract import SamplingParameters
 from rlhf_megatron.run_state import Evaluations, RunState
-from rlhf_megatron.stopping import StepAbandoned, StopAgreement
+from rlhf_megatron.stopping import RunStopped, StepAbandoned, StopAgreement
 from rlhf_megatron.throughput import Throughput
 from rlhf_megatron.warmup import SupervisedWarmup
 from rlhf_megatron.weight_sync import SyncReport, WeightSync, role_layouts
@@ -194,6 +194,7 @@ class Trainer:
     def _begin(self) -> int:
         """Bring the engines to the present weights, those of a checkpoint where there is one.
         Returns the step they are of."""
+        self._stop_early()
         point = self.resume_point
         if point is not None:
             self.checkpointer.resume(point)
@@ -204,6 +205,11 @@ class Trainer:
         self._write_ledger()
         self.checkpointer.begins()
         return 0
+
+    def _stop_early(self) -> None:
+        """Raises RunStopped where the run is asked to stop before it has anything to save."""
+        if self.stop.agreed():
+            raise RunStopped(f"stopped by {self.stop.reason} during the setup; nothing was lost")
 
     def _build_checkpointer(self) -> Checkpointer:
         config = self.config
@@ -344,6 +350,7 @@ class Trainer:
         with self.ledger.phase("warmup"):
             for step in range(1, config.steps + 1):
                 loss = warmup.step()
+                self._stop_early()
                 if step == 1 or step % max(config.steps // 5, 1) == 0:
                     self.say(f"  warm-up step {step}: loss {loss:.4f}")
         self.actor.reset_optimizer()

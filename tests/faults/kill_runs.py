@@ -37,7 +37,8 @@ class Kill:
 
     def __str__(self) -> str:
         where = "in a save" if self.in_save else "elsewhere"
-        return f"run {self.number}: killed after {self.seconds:.2f} s, {self.steps_done} steps, {where}"
+        when = f"after {self.seconds:.2f} s and {self.steps_done} steps"
+        return f"run {self.number}: killed {when}, {where}"
 
 
 class Killer:

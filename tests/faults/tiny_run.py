@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ def _write_lines(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def settings(files: Path, *, output: Path, engine: str = "hf", **changes: Any) -> list[str]:
-    """The command line of a run at TP2 x PP2 that saves at every step; `changes` with __ for dots."""
+    """The command line of a run at TP2 x PP2 that saves after each step. `changes`: further keys,
+    with __ for dots."""
     found: dict[str, Any] = {
         "run.output_dir": output,
         "run.steps": STEPS,
@@ -122,6 +124,42 @@ def settings(files: Path, *, output: Path, engine: str = "hf", **changes: Any) -
     return ["--config", str(files / "config.yaml"), *overrides]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trigger:
+    """Something that happens on one rank as it enters a phase."""
+
+    phase: str
+    step: int
+    rank: int = 0
+    signals: tuple[int, ...] = (signal.SIGTERM,)
+    """Sent to the rank's own process, `seconds_between` apart."""
+    seconds_between: float = 3.0
+
+    def install(self, rank: int) -> None:
+        """In the process of `rank`, before the program starts."""
+        if rank != self.rank:
+            return
+        from rlhf_megatron.observability.ledger import PhaseLedger
+
+        plain = PhaseLedger.__init__
+
+        def with_listener(ledger: Any, **options: Any) -> None:
+            plain(ledger, **options)
+            ledger.listeners.append(self)
+
+        PhaseLedger.__init__ = with_listener  # type: ignore[method-assign]
+
+    def phase_entered(self, *, step: int, phase: str) -> None:
+        if (step, phase) == (self.step, self.phase):
+            for index, number in enumerate(self.signals):
+                if index > 0:
+                    time.sleep(self.seconds_between)
+                os.kill(os.getpid(), number)
+
+    def phase_exited(self, record: Any) -> None:
+        pass
+
+
 class Job:
     """The ranks of one start of the program."""
 
@@ -132,6 +170,7 @@ class Job:
         logs: Path,
         world_size: int = WORLD_SIZE,
         environment: dict[str, str] | None = None,
+        trigger: Trigger | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
@@ -142,7 +181,7 @@ class Job:
         self.ranks = [
             _context.Process(
                 target=_rank,
-                args=(list(words), rank, world_size, port, logs, environment or {}),
+                args=(list(words), rank, world_size, port, logs, environment or {}, trigger),
             )
             for rank in range(world_size)
         ]
@@ -189,6 +228,7 @@ def _rank(
     port: int,
     logs: Path,
     environment: dict[str, str],
+    trigger: Trigger | None,
 ) -> None:
     file = os.open(logs / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -209,6 +249,8 @@ def _rank(
     from rlhf_megatron.main import main
 
     torch.set_num_threads(1)
+    if trigger is not None:
+        trigger.install(rank)
     os._exit(main(words))
 
 
