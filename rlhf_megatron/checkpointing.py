@@ -86,6 +86,7 @@ class Checkpointer:
         self._saved_step: int | None = None
         self._begun_at = time.monotonic()
         self._held_up_seconds = 0.0
+        self._models = describe_models(config)
         self._run_id = self._from_first_rank(uuid.uuid4().hex[:12])
 
     def resume(self, point: ResumePoint) -> None:
@@ -219,7 +220,7 @@ class Checkpointer:
             "run_id": self._run_id,
             "optimizer_steps": {name: adam_steps(e.optimizer) for name, e in roles.items()},
             "parts": self._small["parts"],
-            "models": describe_models(self._config) if self._rank == 0 else {},
+            "models": self._models,
             "config": plain_config(self._config),
         }
 

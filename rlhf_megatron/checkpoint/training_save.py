@@ -132,13 +132,14 @@ class TrainingSave:
             raise self._failure(self._error) from self._error
 
     def _failure(self, error: BaseException) -> UserError:
-        """torch reports a full disk as a fault of its archive writer."""
+        """torch hides what the system said behind a fault of its archive writer."""
+        text = str(_first_os_error(error) or error)
         try:
             free = shutil.disk_usage(self.folder.parent).free
         except OSError:
-            return UserError(f"{self.folder}: cannot be written: {error}")
+            return UserError(f"{self.folder}: cannot be written: {text}")
         return UserError(
-            f"{self.folder}: cannot be written: {error}; {free / 1e6:,.1f} MB free there"
+            f"{self.folder}: cannot be written: {text}; {free / 1e6:,.1f} MB free there"
         )
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
@@ -165,6 +166,15 @@ class TrainingSave:
             raise refuse(self.folder, problems=problems)
         _sync(self.folder / "manifest.json")
         make_current(self.folder)
+
+
+def _first_os_error(error: BaseException | None) -> OSError | None:
+    """The error of the operating system that led to `error`, if one did."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def utc_now() -> str:
