@@ -84,8 +84,7 @@ class CheckpointContents:
             for role, layout in of.layouts.items():
                 words = ", ".join(f"{name} {value}" for name, value in layout.items())
                 lines.append(f"  {role} at {words}, of {of.world_size} ranks")
-        for role in self.roles:
-            lines.append(f"  {role.name}/: {_role_in_words(role)}")
+        lines += [f"  {role.name}/: {_role_in_words(role)}" for role in self.roles]
         count = f" in {len(self.manifest.files)} files" if self.manifest else ""
         lines.append(f"  {_megabytes(self.num_bytes)}{count}")
         lines += [f"  - {problem}" for problem in self.problems]
