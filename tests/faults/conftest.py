@@ -1,9 +1,19 @@
 """Files and the unbroken run, shared by the tests of this folder."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tiny_run import make_files, preload, run_to_the_end, settings
+from kill_runs import make_whole
+from tiny_run import make_files, preload
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that nothing has stopped."""
+
+    folder: Path
+    seconds: float
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +26,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole(files: Path) -> Path:
-    """The folder of a run that nothing has stopped."""
-    run_to_the_end(settings(files, output=files / "whole"), logs=files / "whole_logs")
-    return files / "whole"
+def unbroken(files: Path) -> Whole:
+    seconds = make_whole(files, engine="hf")
+    return Whole(files / "whole", seconds)
+
+
+@pytest.fixture(scope="session")
+def whole(unbroken: Whole) -> Path:
+    """The folder of the unbroken run, TP2 x PP2 on 4 ranks."""
+    return unbroken.folder

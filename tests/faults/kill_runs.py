@@ -42,15 +42,12 @@ class Kill:
 
 
 class Killer:
-    """Makes the unbroken run, then broken ones."""
+    """Breaks runs in a folder that holds the unbroken one, `whole`."""
 
-    def __init__(self, folder: Path, *, engine: str, seed: int) -> None:
+    def __init__(self, folder: Path, *, engine: str, seed: int, whole_seconds: float) -> None:
         self._folder, self._engine = folder, engine
         self._random = random.Random(seed)
-        make_files(folder)
-        begin = time.monotonic()
-        run_to_the_end(self._words("whole", asynchronous=True), logs=folder / "whole_logs")
-        self._whole_seconds = time.monotonic() - begin
+        self._whole_seconds = whole_seconds
 
     def kill_and_resume(self, number: int, *, in_save: bool) -> Kill:
         """Raises AssertionError where the resumed run differs from the unbroken one."""
@@ -106,6 +103,14 @@ class Killer:
             time.sleep(POLL_SECONDS)
 
 
+def make_whole(folder: Path, *, engine: str) -> float:
+    """The unbroken run; returns the seconds it took."""
+    begin = time.monotonic()
+    words = settings(folder, output=folder / "whole", engine=engine)
+    run_to_the_end(words, logs=folder / "whole_logs")
+    return time.monotonic() - begin
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
@@ -116,7 +121,11 @@ def main() -> int:
     preload(options.engine)
     failed, inside = 0, 0
     with tempfile.TemporaryDirectory(prefix="kill_runs_") as folder:
-        killer = Killer(Path(folder), engine=options.engine, seed=options.seed)
+        make_files(Path(folder))
+        seconds = make_whole(Path(folder), engine=options.engine)
+        killer = Killer(
+            Path(folder), engine=options.engine, seed=options.seed, whole_seconds=seconds
+        )
         for number in range(options.kills):
             try:
                 kill = killer.kill_and_resume(number, in_save=number < options.in_save)
