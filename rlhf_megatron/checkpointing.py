@@ -254,7 +254,7 @@ class Checkpointer:
         model, layout = engine.model, engine.model.groups.layout
         dtype = str(model.config.params_dtype).removeprefix("torch.")
         template = self._config.actor.model
-        if model is self._run.roles["critic"].model:
+        if engine is self._run.roles.get("critic"):
             template = self._config.critic.model or template
         folder.hf.mkdir()
         write_config_files(
