@@ -37,7 +37,7 @@ from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.sizes import num_parameters
-from rlhf_megatron.observability.ledger import PhaseLedger
+from rlhf_megatron.observability.ledger import PhaseLedger, PhaseRecord
 from rlhf_megatron.resume import (
     LINES_BY_STEP,
     STATE,
@@ -52,13 +52,17 @@ from rlhf_megatron.stopping import RunStopped, StopAgreement
 
 logger = logging.getLogger(__name__)
 
+PHASE = "checkpoint"
 REFERENCE = "ref"
 OPTIMIZER = "optimizer"
 """Folder beside a role's weights/."""
 
 
 class Checkpointer:
-    """Saves and resumes one run. Every method is collective over the job."""
+    """Saves and resumes one run. Every method is collective over the job.
+
+    A PhaseListener: where a phase ends, what the writers have completed meanwhile becomes current.
+    """
 
     def __init__(
         self,
@@ -114,18 +118,27 @@ class Checkpointer:
         """Before the first step."""
         self._remember()
 
+    def phase_entered(self, *, step: int, phase: str) -> None:
+        """Nothing."""
+
+    def phase_exited(self, record: PhaseRecord) -> None:
+        """Conclude the save in flight if all ranks have written. Raises UserError where any could
+        not."""
+        if self._save is None or record.phase == PHASE:
+            return
+        begin = time.monotonic()
+        if not self._stop.agree([not self._save[0].is_written()])[1]:
+            self._finish_save()
+        self._held_up_seconds += time.monotonic() - begin
+
     def after_step(self, step: int) -> None:
         """Save where it is time. Raises RunStopped, once the state is saved, where the run was
         asked to stop; UserError where an earlier save has failed."""
         self._step = step
         self._remember()
-        in_flight = self._save is not None
-        written = self._save is None or self._save[0].is_written()
         minutes = (time.monotonic() - self._begun_at) / 60
         too_long = 0 < self._options.interval_minutes <= minutes
-        stop, by_time, unwritten = self._stop.agree([too_long and self._rank == 0, not written])
-        if in_flight and not unwritten:
-            self._finish_save()
+        stop, by_time = self._stop.agree([too_long and self._rank == 0])
         interval = self._options.interval_steps
         last = step == self._config.run.steps and self._options.final
         if stop:
@@ -146,7 +159,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until what is being written is complete and current."""
         if self._save is not None:
-            with self._ledger.phase("checkpoint"):
+            with self._ledger.phase(PHASE):
                 self._finish_save()
 
     def take_metrics(self) -> dict[str, float]:
@@ -158,7 +171,7 @@ class Checkpointer:
         """Save the state after the last step: return when it is copied to host memory, or with
         `asynchronous` off when it is complete."""
         begin = time.monotonic()
-        with self._ledger.phase("checkpoint"):
+        with self._ledger.phase(PHASE):
             if self._save is not None:
                 self._finish_save()  # its copies are about to be overwritten
             self._begun_at = time.monotonic()

@@ -168,7 +168,7 @@ class Trainer:
         self.throughput = Throughput(config, architectures=architectures, context=context)
         self.evaluations = Evaluations()
         self.checkpointer = self._build_checkpointer()
-        ledger.listeners.append(stop)
+        ledger.listeners += [stop, self.checkpointer]
 
     def fit(self) -> None:
         """Train up to step `run.steps`, evaluate and save on the way, export at the end.
@@ -397,13 +397,13 @@ class Trainer:
         )
 
     def _finish(self) -> None:
+        self.checkpointer.finish()
         first, last = self.evaluations.first, self.evaluations.last
         if self.is_main and first is not None and last is not None:
             self.console.message("\nheld-out prompts before and after:")
             self.console.before_after(_before_after(first.rows, after=last.rows))
         if self.config.export.final:
             self._export(self.folder / "hf", overwrite=True)
-        self.checkpointer.finish()
         exported = self.config.export.final
         self.say(_where_to_look(self.folder, exported=exported, evaluations=self.evaluations))
         if self.writer is not None:

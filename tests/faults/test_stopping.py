@@ -54,7 +54,7 @@ def test_a_run_stopped_in_its_phases_ends_as_if_it_had_not_been(files, whole, tm
 
 
 def test_a_second_signal_ends_at_once_and_the_last_checkpoint_stays(files, whole, tmp_path):
-    words = settings(files, output=tmp_path / "run")
+    words = settings(files, output=tmp_path / "run", checkpoint__asynchronous="false")
     trigger = Trigger(phase="update_actor", step=3, signals=(signal.SIGTERM, signal.SIGTERM))
     job = Job(words, logs=tmp_path / "logs", trigger=trigger)
     codes = job.wait()
