@@ -1,10 +1,12 @@
 """Checkpoints that are damaged, incomplete or of something else, and disks that cannot hold one:
 one clear error on all ranks, and the checkpoint before still loads."""
 
+import json
 import os
 import resource
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from updates import record_rollout
 from rlhf_megatron.checkpoint import training_save
 from rlhf_megatron.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 SHAPE = Shape(tp=2)
 
 
@@ -136,6 +139,43 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_loads(saved,
             assert phrase in message, (damage.__name__, message)
         assert "Traceback" not in message
         assert step == 1
+
+
+def inspection(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "tools/inspect_checkpoint.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_inspector_says_what_is_there_and_what_is_wrong(saved, tmp_path):
+    code, said, wrong = inspection(str(saved.output), "--verify")
+    assert (code, wrong) == (0, "")
+    assert said.count("complete, every byte verified") == 2
+    assert said.count("the current one") == 1
+    assert "critic/: value model" in said and "optimizer (exp_avg, exp_avg_sq)" in said
+
+    output = tmp_path / "run"
+    shutil.copytree(saved.output, output)
+    flipped(output / "checkpoints/step_000002")
+    folder = str(output / "checkpoints/step_000002")
+    assert inspection(folder)[0] == 0  # not read
+    code, said, wrong = inspection(folder, "--verify")
+    assert code == 2 and "NOT COMPLETE" in said
+    assert "critic/optimizer/__1_0.distcp: damaged" in wrong
+    no_optimizer(output / "checkpoints/step_000001")
+    code, said, wrong = inspection(str(output), "--json")
+    first, second = json.loads(said)
+    assert code == 2 and "critic/optimizer/.metadata: missing" in wrong
+    assert (first["complete"], second["complete"], second["current"]) == (False, True, True)
+    assert first["roles"]["critic"]["optimizer_states"] == []
+    assert second["roles"]["actor"]["optimizer_states"] == ["exp_avg", "exp_avg_sq"]
+    assert second["layouts"]["actor"]["tensor_model_parallel_size"] == 2
+
+    assert inspection(str(tmp_path / "nowhere"))[0] == 2
 
 
 def resume_as(rank, place, changes) -> str:
