@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -204,7 +205,8 @@ class Job:
         for rank in ranks:
             process = self.ranks[rank]
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL to all ranks."""
