@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -86,6 +87,7 @@ class Checkpointer:
         """Parts and generators as they were after the last step: a step that is abandoned has
         changed nothing else."""
         self._save: tuple[TrainingSave, TrainingManifest, dict[str, Any]] | None = None
+        self._pruning: threading.Thread | None = None
         self._step = 0
         self._saved_step: int | None = None
         self._begun_at = time.monotonic()
@@ -161,6 +163,7 @@ class Checkpointer:
         if self._save is not None:
             with self._ledger.phase(PHASE):
                 self._finish_save()
+        self._wait_for_pruning()
 
     def take_metrics(self) -> dict[str, float]:
         """time/checkpoint_seconds: how long saving has held training up since the last call."""
@@ -217,13 +220,27 @@ class Checkpointer:
         )
         logger.info("wrote %s", folder)
         if self._rank == 0:
-            for gone in prune(
-                self._checkpoints,
-                current=folder,
-                keep_last=self._options.keep_last,
-                keep_every=self._options.keep_every,
-            ):
-                logger.info("removed %s", gone)
+            self._prune(folder)
+
+    def _prune(self, current: Path) -> None:
+        """In the background: removing many files may take minutes on a network file system."""
+        self._wait_for_pruning()
+        self._pruning = threading.Thread(
+            target=prune,
+            args=(self._checkpoints,),
+            kwargs={
+                "current": current,
+                "keep_last": self._options.keep_last,
+                "keep_every": self._options.keep_every,
+            },
+            name="checkpoint-pruner",
+            daemon=True,
+        )
+        self._pruning.start()
+
+    def _wait_for_pruning(self) -> None:
+        if self._pruning is not None:
+            self._pruning.join()
 
     def _state(self) -> dict[str, Any]:
         roles = self._run.roles

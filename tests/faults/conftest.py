@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from kill_runs import make_whole
-from tiny_run import make_files, preload
+from tiny_run import ENGINE, make_files, preload
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Whole:
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, prompts and a reward: see tiny_run.make_files."""
-    preload("hf")
+    preload(ENGINE)
     folder: Path = tmp_path_factory.mktemp("faults")
     make_files(folder)
     return folder
@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def unbroken(files: Path) -> Whole:
-    seconds = make_whole(files, engine="hf")
+    seconds = make_whole(files, engine=ENGINE)
     return Whole(files / "whole", seconds)
 
 

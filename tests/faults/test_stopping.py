@@ -1,6 +1,6 @@
 """Runs that are asked to stop: exit code 3, and the resumed run is the one that never stopped.
 
-By default a few phases; FAULTS=all takes every phase.
+By default a few phases and the hf engine; FAULTS=all takes every phase, FAULTS_ENGINE=vllm vLLM.
 """
 
 import os

@@ -23,6 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 NOT_COMPARED = ("time/", "memory/", "gpu/", "train/throughput", "train/mfu", "reshard/seconds")
 STEPS = 5
+ENGINE = os.environ.get("FAULTS_ENGINE", "hf")
+"""Of the runs of these tests: hf or vllm."""
 WORLD_SIZE = 4
 LONGEST_SECONDS = 280.0
 PRELOADED = ["transformers.models.llama.modeling_llama", "rlhf_megatron.trainer"]
@@ -86,7 +88,7 @@ def _write_lines(path: Path, rows: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def settings(files: Path, *, output: Path, engine: str = "hf", **changes: Any) -> list[str]:
+def settings(files: Path, *, output: Path, engine: str = ENGINE, **changes: Any) -> list[str]:
     """The command line of a run at TP2 x PP2 that saves after each step. `changes`: further keys,
     with __ for dots."""
     found: dict[str, Any] = {
