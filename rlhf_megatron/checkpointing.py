@@ -6,7 +6,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,11 @@ class Checkpointer:
         for line in note_lines(point):
             self._say(line)
         state = point.state
-        for name, engine in self._run.roles.items():
-            self._load_role(name, engine=engine, point=point)
-        if self._run.ref is not None:
-            self._load_reference(self._run.ref, point=point)
+        with _naming_versions(point):
+            for name, engine in self._run.roles.items():
+                self._load_role(name, engine=engine, point=point)
+            if self._run.ref is not None:
+                self._load_reference(self._run.ref, point=point)
         together(lambda: self._run.load_parts(state["parts"]), group=self._group, what="resume")
         if point.same_layout:
             path = point.folder / _rng_file(self._rank)
@@ -333,6 +335,25 @@ class Checkpointer:
         shared = [text]
         dist.broadcast_object_list(shared, src=0, group=self._group)
         return shared[0]
+
+
+@contextmanager
+def _naming_versions(point: ResumePoint) -> Iterator[None]:
+    """What another Megatron-Core has written may not be readable: then say so."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        written, here = (
+            v["megatron-core"] for v in (point.manifest.versions, installed_versions())
+        )
+        if written == here:
+            raise
+        raise UserError(
+            f"{point.folder}: written by megatron-core {written}, and {here} cannot load it: "
+            f"{error!r}"
+        ) from error
 
 
 def _rng_file(rank: int) -> str:

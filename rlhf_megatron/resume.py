@@ -204,7 +204,8 @@ def describe_models(config: Config) -> dict[str, Any]:
             arch.pop(name)
         found[role] = json.loads(json.dumps(arch))
     found["tokenizer"] = _digest(Path(config.data.tokenizer or config.actor.model))
-    if config.ppo.kl.place != "off":
+    # After a supervised warm-up the reference is in the checkpoint itself.
+    if config.ppo.kl.place != "off" and (config.ref.model or config.warmup.steps == 0):
         found["reference"] = {
             path.name: path.stat().st_size
             for path in sorted(Path(config.ref.model or config.actor.model).glob("*.safetensors"))

@@ -68,6 +68,8 @@ class TrainingSave:
             target.mkdir(parents=True)
 
         self._on_first_rank(prepare)
+        # Other nodes may not see a new folder of a network file system at once.
+        together(lambda: target.mkdir(parents=True, exist_ok=True), group=self._group, what=WHAT)
         try:
             self._requests.append(plan_save(state, directory=target))
         except OSError as error:  # of rank 0's small files: the others wait within Megatron-Core
