@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -150,7 +150,7 @@ class Checkpointer:
         if last or by_time or (interval and step % interval == 0):
             self.save()
 
-    def stop(self) -> None:
+    def stop(self) -> NoReturn:
         """Save the last step's state, unless it is saved, and raise RunStopped."""
         if self._saved_step != self._step:
             self.save()
