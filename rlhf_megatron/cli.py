@@ -11,6 +11,7 @@ TOOLS = {
     "hf-to-megatron": "hf_to_megatron",
     "megatron-to-hf": "megatron_to_hf",
     "convert-checkpoint": "convert_checkpoint",
+    "inspect-checkpoint": "inspect_checkpoint",
     "plan-reshard": "plan_reshard",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",

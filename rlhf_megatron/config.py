@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 from rlhf_megatron.algorithms.config import PpoConfig
-from rlhf_megatron.checkpoint.config import ExportConfig
+from rlhf_megatron.checkpoint.config import CheckpointConfig, ExportConfig
 from rlhf_megatron.data.config import DataConfig, EvaluationConfig, WarmupConfig
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.errors import ConfigError
@@ -60,6 +60,7 @@ class Config:
     ppo: PpoConfig = items(PpoConfig)
     reshard: ReshardConfig = items(ReshardConfig)
     parity: ParityConfig = items(ParityConfig)
+    checkpoint: CheckpointConfig = items(CheckpointConfig)
     export: ExportConfig = items(ExportConfig)
     logging: LoggingConfig = items(LoggingConfig)
     distributed: DistributedConfig = items(DistributedConfig)

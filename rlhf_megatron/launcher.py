@@ -26,7 +26,7 @@ def free_port() -> int:
 def launch(command: Sequence[str], *, num_processes: int) -> int:
     """Run `command` once per rank; returns 0, or the exit code of the first rank that failed.
 
-    SIGINT and SIGTERM are passed on to the ranks.
+    SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks.
     """
     common = os.environ | {
         "WORLD_SIZE": str(num_processes),
@@ -45,7 +45,7 @@ def launch(command: Sequence[str], *, num_processes: int) -> int:
             if process.poll() is None:
                 process.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, pass_on)
     try:
         return _wait(ranks)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from rlhf_megatron.architectures import read_architectures
-from rlhf_megatron.config import Config, resolved_yaml
+from rlhf_megatron.config import Config
 from rlhf_megatron.environment import adopt_slurm_environment
-from rlhf_megatron.errors import EXIT_DONE, UserError
+from rlhf_megatron.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, UserError
 from rlhf_megatron.ranks import refuse, run_ranks
 from rlhf_megatron.resolve import describe_batch
 from rlhf_megatron.validation import load_and_validate
@@ -81,28 +81,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(config: Config) -> int:
     """Join the job and train. Does not return where any rank fails: failure.py ends them all."""
 
-    def body(context: "DistributedContext", channel: "FailureChannel") -> None:
+    def body(context: "DistributedContext", channel: "FailureChannel") -> int:
         import torch.distributed as dist
 
         from rlhf_megatron.distributed.seeds import seed_everything
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
-        from rlhf_megatron.run_folder import prepare_run_folder
+        from rlhf_megatron.resume import find_resume_point
+        from rlhf_megatron.run_folder import open_run_folder
+        from rlhf_megatron.stopping import RunStopped, StopAgreement, StopSignals, slurm_time_limit
         from rlhf_megatron.trainer import Trainer
 
+        signals = StopSignals()
         ledger = PhaseLedger(rank=context.rank, device=context.device)
         channel.current_phase = ledger.describe_position
+        point = find_resume_point(config, context=context)
         if context.rank == 0:
-            prepare_run_folder(
-                config.run.output_dir,
-                overwrite=config.run.overwrite,
-                resolved_yaml=resolved_yaml(config),
-            )
+            open_run_folder(config, point=point)
             print(describe_batch(config, world_size=context.world_size), flush=True)
         dist.barrier()
         setup_logging(config.run.output_dir, rank=context.rank)
+        stop = StopAgreement(
+            signals=signals,
+            time_limit=slurm_time_limit(stop_before_minutes=config.checkpoint.stop_before_minutes),
+            group=context.job_group,
+            device=context.device,
+        )
         seed_everything(config.run.seed)
-        Trainer(config, context=context, ledger=ledger).fit()
+        try:
+            Trainer(config, context=context, ledger=ledger, stop=stop, resume=point).fit()
+        except RunStopped as stopped:
+            if context.rank == 0:
+                print(stopped, flush=True)
+            return EXIT_STOPPED_RESUMABLE
+        return EXIT_DONE
 
     return run_ranks(body, config=config.distributed)
 

@@ -20,11 +20,14 @@ OTHERS_WAIT_SECONDS = 3.0
 
 
 def run_ranks(
-    body: Callable[["DistributedContext", "FailureChannel"], None], *, config: DistributedConfig
+    body: Callable[["DistributedContext", "FailureChannel"], int | None],
+    *,
+    config: DistributedConfig,
 ) -> int:
     """Run `body` as one rank of the job. Collective over the job's processes.
 
-    Ends the process with exit code 0 where all ranks got through. Where any rank's body raises, all
+    Ends the process with the exit code that `body` returns, the same on all ranks, where all got
+    through (None is 0). Where any rank's body raises, all
     end with that rank's message and exit code (distributed/failure.py). Returns an exit code only
     where the job could not be joined.
     """
@@ -41,13 +44,13 @@ def run_ranks(
     try:
         import torch.distributed as dist
 
-        body(context, channel)
+        exit_code = body(context, channel) or EXIT_DONE
         dist.barrier()
     except BaseException as error:
         channel.report(error)
     channel.close()
-    finish(EXIT_DONE)
-    return EXIT_DONE
+    finish(exit_code)
+    return exit_code
 
 
 def refuse(error: UserError) -> int:

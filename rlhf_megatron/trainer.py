@@ -6,7 +6,6 @@ Every rank runs it alike; what rank 0 does beside is printing and writing.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,13 +17,14 @@ from rlhf_megatron.algorithms.schedule import learning_rate
 from rlhf_megatron.architectures import read_architectures
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.checkpoint.hf_write import export_hf
+from rlhf_megatron.checkpointing import Checkpointer
 from rlhf_megatron.config import Config
 from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.data.loader import PromptLoader
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.engine_weights import EngineWeights
-from rlhf_megatron.evaluation import EvaluationReport, Evaluator, append_evaluation
+from rlhf_megatron.evaluation import Evaluator, append_evaluation
 from rlhf_megatron.experience import Experience, ExperienceMaker
 from rlhf_megatron.models.config import OptimizerConfig
 from rlhf_megatron.observability.console import BeforeAfterLine, Console, SampleLine
@@ -37,8 +37,11 @@ from rlhf_megatron.observability.ledger import (
 from rlhf_megatron.observability.metrics import MetricsWriter
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
 from rlhf_megatron.ppo import PpoStep, UpdateReport, score_metrics, update_kl_controller
+from rlhf_megatron.resume import ResumePoint
 from rlhf_megatron.rollout.contract import SamplingParameters
+from rlhf_megatron.run_state import Evaluations, RunState
 from rlhf_megatron.start_check import check_start
+from rlhf_megatron.stopping import RunStopped, StepAbandoned, StopAgreement
 from rlhf_megatron.throughput import Throughput
 from rlhf_megatron.warmup import SupervisedWarmup
 from rlhf_megatron.weight_sync import SyncReport, WeightSync, role_layouts
@@ -54,19 +57,21 @@ FINITE_METRICS = (
 )
 
 
-@dataclass
-class Best:
-    """The best evaluation so far."""
-
-    reward_mean: float
-    step: int
-
-
 class Trainer:
     """A PPO run. Build it on every rank of an initialised job, then call `fit`."""
 
-    def __init__(self, config: Config, *, context: DistributedContext, ledger: PhaseLedger) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        context: DistributedContext,
+        ledger: PhaseLedger,
+        stop: StopAgreement,
+        resume: ResumePoint | None = None,
+    ) -> None:
+        """`resume`: the checkpoint to go on from, in place of a beginning."""
         self.config, self.context, self.ledger = config, context, ledger
+        self.stop, self.resume_point = stop, resume
         self.is_main = context.rank == 0
         self.job = context.job_group
         self.folder = Path(config.run.output_dir)
@@ -91,7 +96,8 @@ class Trainer:
         self.actor = assembly.build_actor(
             config, arch=architectures.actor, groups=groups.actor, context=context
         )
-        self._warm_up(data)
+        if resume is None:
+            self._warm_up(data)
         self.critic = assembly.build_critic(
             config,
             arch=architectures.critic,
@@ -174,22 +180,74 @@ class Trainer:
         )
         self.kl = kl_controller(config.ppo.kl)
         self.throughput = Throughput(config, architectures=architectures, context=context)
-        self.best: Best | None = None
+        self.evaluations = Evaluations()
+        self.checkpointer = self._build_checkpointer()
+        ledger.listeners += [stop, self.checkpointer]
 
     def fit(self) -> None:
-        """Train `run.steps` steps, evaluate on the way, export at the end."""
+        """Train up to step `run.steps`, evaluate and save on the way, export at the end.
+
+        Raises RunStopped, with the state saved, where the run is asked to stop.
+        """
         steps = self.config.run.steps
-        self.weights.sync(version=0)
-        self._check_start(version=0)
-        first = last = self._evaluate(0)
-        self._write_ledger()
-        for step in range(1, steps + 1):
-            metrics = self.train_step(step)
+        for step in range(self._begin() + 1, steps + 1):
+            self.stop.step_begins()
+            try:
+                metrics = self.train_step(step)
+            except StepAbandoned:
+                self.checkpointer.stop()
+            self.stop.step_ends()
             if self._evaluates_after(step):
-                last = self._evaluate(step) or last
+                self._evaluate(step)
+                last = self.evaluations.last
                 metrics |= last.metrics if last is not None else {}
             self._finish_step(step, metrics)
-        self._finish(first, last=last)
+            self.checkpointer.after_step(step)
+        self._finish()
+
+    def _begin(self) -> int:
+        """Bring the engines to the present weights, those of a checkpoint where there is one.
+        Returns the step they are of."""
+        self._stop_early()
+        point = self.resume_point
+        if point is not None:
+            self.checkpointer.resume(point)
+            self.weights.sync(version=point.step)
+            self._check_start(version=point.step)
+            if not self._syncs_after(point.step):
+                self.say(
+                    f"reshard.interval={self.config.reshard.interval}: the engines start with the "
+                    f"weights of step {point.step}; the run that never stopped had older ones"
+                )
+            return point.step
+        self.weights.sync(version=0)
+        self._check_start(version=0)
+        self._evaluate(0)
+        self._write_ledger()
+        self.checkpointer.begins()
+        return 0
+
+    def _stop_early(self) -> None:
+        """Raises RunStopped where the run is asked to stop before it has anything to save."""
+        if self.stop.agreed():
+            raise RunStopped(f"stopped by {self.stop.reason} during the setup; nothing was lost")
+
+    def _build_checkpointer(self) -> Checkpointer:
+        config = self.config
+        ref_is_lost = config.warmup.steps > 0 and not config.ref.model
+        run = RunState(
+            roles={"actor": self.actor, "critic": self.critic},
+            ref=self.ref if ref_is_lost else None,
+            parts={"loader": self.loader, "kl": self.kl, "evaluations": self.evaluations},
+        )
+        return Checkpointer(
+            config,
+            run=run,
+            stop=self.stop,
+            context=self.context,
+            ledger=self.ledger,
+            say=self.say,
+        )
 
     def train_step(self, step: int) -> dict[str, float]:
         """One PPO step; the metrics of all but its times and memory."""
@@ -292,9 +350,17 @@ class Trainer:
 
     def _sync_after(self, step: int) -> SyncReport:
         """Bring the engines up to date where it is due, else only wake them."""
-        if step % self.config.reshard.interval == 0 or self._evaluates_after(step):
-            return self.weights.sync(version=step)
-        return self.weights.wake()
+        return self.weights.sync(version=step) if self._syncs_after(step) else self.weights.wake()
+
+    def _syncs_after(self, step: int) -> bool:
+        """An evaluation measures the actor as it is; a checkpoint holds no older weights, which the
+        engines of a resumed run would need."""
+        saves = self.config.checkpoint.interval_steps
+        return (
+            step % self.config.reshard.interval == 0
+            or self._evaluates_after(step)
+            or (saves > 0 and step % saves == 0)
+        )
 
     @contextmanager
     def _on_device(self, ref: ModelEngine) -> Iterator[None]:
@@ -332,23 +398,21 @@ class Trainer:
         with self.ledger.phase("warmup"):
             for step in range(1, config.steps + 1):
                 loss = warmup.step()
+                self._stop_early()
                 if step == 1 or step % max(config.steps // 5, 1) == 0:
                     self.say(f"  warm-up step {step}: loss {loss:.4f}")
         self.actor.reset_optimizer()
 
-    def _evaluate(self, step: int) -> EvaluationReport | None:
+    def _evaluate(self, step: int) -> None:
         """Evaluate the engines' present weights; keep the actor if it is the best so far."""
         if self.evaluator is None:
-            return None
+            return
         report = self.evaluator.run(step=step)
         if self.is_main:
             append_evaluation(self.folder, report=report)
         self.say(f"evaluation after step {step}: mean reward {report.reward_mean:.4f}")
-        if self.best is None or report.reward_mean > self.best.reward_mean:
-            self.best = Best(reward_mean=report.reward_mean, step=step)
-            if step > 0 and self.config.evaluation.keep_best:
-                self._export(self.folder / "checkpoints" / "best", overwrite=True)
-        return report
+        if self.evaluations.add(report) and step > 0 and self.config.evaluation.keep_best:
+            self._export(self.folder / "checkpoints" / "best", overwrite=True)
 
     def _write_ledger(self) -> StepLedger:
         """The records of all ranks since the last step."""
@@ -359,7 +423,7 @@ class Trainer:
 
     def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write and show the step."""
-        metrics |= self._write_ledger().metrics()
+        metrics |= self._write_ledger().metrics() | self.checkpointer.take_metrics()
         metrics |= self.throughput.metrics(metrics)
         metrics = {name: value for name, value in metrics.items() if not name.startswith("_")}
         if self.writer is not None:
@@ -380,13 +444,16 @@ class Trainer:
             ][: options.sample_responses]
         )
 
-    def _finish(self, first: EvaluationReport | None, *, last: EvaluationReport | None) -> None:
+    def _finish(self) -> None:
+        self.checkpointer.finish()
+        first, last = self.evaluations.first, self.evaluations.last
         if self.is_main and first is not None and last is not None:
             self.console.message("\nheld-out prompts before and after:")
             self.console.before_after(_before_after(first.rows, after=last.rows))
         if self.config.export.final:
             self._export(self.folder / "hf", overwrite=True)
-        self.say(_where_to_look(self.folder, exported=self.config.export.final, best=self.best))
+        exported = self.config.export.final
+        self.say(_where_to_look(self.folder, exported=exported, evaluations=self.evaluations))
         if self.writer is not None:
             self.writer.close()
         self.console.close()
@@ -416,6 +483,7 @@ class Trainer:
             config=self.config.logging,
             run_name=self.config.logging.wandb.name or self.config.run.name,
             resolved_config={str(key): value for key, value in resolved.items()},
+            first_step=self.resume_point.step + 1 if self.resume_point else 1,
         )
 
     def say(self, text: str) -> None:
@@ -444,14 +512,14 @@ def _before_after(before: list[RolloutRow], *, after: list[RolloutRow]) -> list[
     return lines[:BEFORE_AFTER_PROMPTS]
 
 
-def _where_to_look(folder: Path, *, exported: bool, best: Best | None) -> str:
+def _where_to_look(folder: Path, *, exported: bool, evaluations: Evaluations) -> str:
     lines = ["", f"run folder: {folder}"]
     lines.append("  metrics.jsonl     one line per step")
     lines.append("  rollouts/         every sampled response with its reward")
-    if best is not None and best.step > 0:
+    if evaluations.best_step:
         lines.append(
-            f"  checkpoints/best  the actor after step {best.step}, held-out reward "
-            f"{best.reward_mean:.4f}"
+            f"  checkpoints/best  the actor after step {evaluations.best_step}, held-out reward "
+            f"{evaluations.best_reward_mean:.4f}"
         )
     if exported:
         lines.append("  hf/               the trained model, for transformers and vLLM")

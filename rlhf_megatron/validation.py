@@ -5,6 +5,7 @@ Every problem reads `key=value: rule; way out`. Bounds and choices of single key
 torch, Megatron-Core or vLLM, so a bad configuration is refused before anything slow starts.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,24 @@ def holds_a_run(folder: Path) -> bool:
     """Whether steps were written there; a run that failed before its first step does not count."""
     metrics = folder / METRICS_FILE
     return metrics.exists() and metrics.stat().st_size > 0
+
+
+def is_restart() -> bool:
+    """Whether the launcher or the scheduler has started this very job before."""
+    return any(
+        os.environ.get(name, "0") not in ("", "0")
+        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
+
+
+def goes_on_in(folder: Path, *, resume: str) -> bool:
+    """Whether a run in `folder` is gone on with, not begun; `resume` is checkpoint.resume."""
+    checkpoints = folder / "checkpoints"
+    if resume == "never":
+        return False
+    if resume == "auto" or is_restart():
+        return (checkpoints / "latest").exists()
+    return checkpoints.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
 
 
 def load_and_validate(
@@ -102,6 +121,7 @@ def validate_paths(config: Config, *, check_output: bool = True) -> list[str]:
             f"reward.function={config.reward.function}: no such file as {file}; "
             "give path/to/file.py:name"
         )
+    problems += _resume_path(config)
     if check_output and config.run.output_dir:
         problems += _output(config)
     return problems
@@ -116,10 +136,26 @@ def _output(config: Config) -> Iterator[str]:
     folder = Path(config.run.output_dir)
     if folder.exists() and not folder.is_dir():
         yield f"run.output_dir={folder}: is a file; give a folder"
-    elif holds_a_run(folder) and not config.run.overwrite:
+    elif (
+        holds_a_run(folder)
+        and not config.run.overwrite
+        and not is_restart()  # then it is this job's own run
+        and not goes_on_in(folder, resume=config.checkpoint.resume)
+    ):
+        never = config.checkpoint.resume == "never"
         yield (
             f"run.output_dir={folder}: already holds a run; give another folder, or set "
             "run.overwrite=true to move that run aside"
+            + ("" if never else " (it has no checkpoint to go on from)")
+        )
+
+
+def _resume_path(config: Config) -> Iterator[str]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        yield (
+            f"checkpoint.resume={resume}: no such folder; give auto, never, or a checkpoint such "
+            "as RUN/checkpoints/step_000010"
         )
 
 

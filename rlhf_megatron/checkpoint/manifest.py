@@ -71,7 +71,11 @@ def open_role(checkpoint: str | Path, *, role: str | None) -> RoleCheckpoint:
         raise UserError(f"{checkpoint}: holds {' and '.join(found)}; choose one with --role")
     if role is not None and role not in found:
         raise UserError(f"{checkpoint}: holds no {role}, only {' and '.join(found)}")
-    folder = RoleFolder(checkpoint / (role or found[0]))
+    return open_role_folder(RoleFolder(checkpoint / (role or found[0])))
+
+
+def open_role_folder(folder: RoleFolder) -> RoleCheckpoint:
+    """Read the small files of one role. Raises UserError."""
     return RoleCheckpoint(folder, _read(folder.manifest), read_architecture(folder.hf))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rlhf_megatron.distributed.heartbeat import Heartbeat
 from rlhf_megatron.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError
@@ -30,8 +30,8 @@ SILENT_SECONDS = 600.0
 DEATH_WAIT_SECONDS = 2.0
 """When a peer dies, collectives fail on the others: so long they wait for its neighbour's word."""
 
-_KEY = "rlhf_megatron/failure"
-_SHOWN = "rlhf_megatron/failure_shown"
+_KEY = "failure"
+_SHOWN = "failure_shown"
 
 
 class FailureChannel:
@@ -50,13 +50,16 @@ class FailureChannel:
         self.clean_up: Callable[[], None] = lambda: None
         """What rank 0 does before it leaves after a failure, such as to remove unfinished files."""
         # A connection of its own: the default store's is busy while the main thread rendezvouses.
-        self._store = TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             timeout=timedelta(seconds=60),
             wait_for_workers=False,
         )
+        # torchrun keeps its store through restarts: what failed the last time is in it still.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = PrefixStore(f"rlhf_megatron/attempt_{attempt}", store)
         self._heartbeat = Heartbeat(
             self._store, rank=rank, world_size=world_size, silent_seconds=silent_seconds
         )

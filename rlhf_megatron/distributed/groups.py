@@ -103,7 +103,7 @@ class RoleGroups:
                 setattr(parallel_state, name, value)
 
     def _global_values(self) -> dict[str, object]:
-        """parallel_state's module globals for this role (names of 0.16.1, unchanged in 0.19.2)."""
+        """parallel_state's module globals for this role (names of 0.16.1, all there in 0.19.2)."""
         from megatron.core.utils import GlobalMemoryBuffer
 
         groups = self.collection
@@ -114,7 +114,7 @@ class RoleGroups:
         def line(dimension: str) -> list[int]:
             return list(_line(layout, at, dimension))
 
-        return {
+        values: dict[str, object] = {
             "_TENSOR_MODEL_PARALLEL_GROUP": groups.tp,
             "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": line("tp"),
             "_PIPELINE_MODEL_PARALLEL_GROUP": groups.pp,
@@ -143,6 +143,9 @@ class RoleGroups:
             "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": groups.intra_dist_opt,
             "_GLOBAL_MEMORY_BUFFER": self._memory_buffer,
         }
+        # Of 0.19.2 alone: what a tied embedding's sharded state asks for its replica.
+        newer = {"_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": groups.dp_cp}
+        return values | {name: v for name, v in newer.items() if name in vars(parallel_state)}
 
 
 def _line(layout: ParallelLayout, at: Coordinates, *dimensions: str) -> tuple[int, ...]:

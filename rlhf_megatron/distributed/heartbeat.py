@@ -18,7 +18,7 @@ BEAT_SECONDS = 2.0
 LONGEST_STEP_SECONDS = 2 * BEAT_SECONDS
 """A watcher that was itself held up for longer counts no more than this as silence."""
 
-_KEY = "rlhf_megatron/alive"
+_KEY = "alive"
 
 
 @dataclass(frozen=True)

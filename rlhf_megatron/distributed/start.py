@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.errors import ConfigError, UserError
@@ -99,6 +99,11 @@ def start(config: DistributedConfig) -> DistributedContext:
         store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        agents = _store_of_this_attempt(timeout)
+        dist.init_process_group(
+            backend, store=agents, rank=rank, world_size=world_size, timeout=timeout
+        )
     else:
         dist.init_process_group(backend, timeout=timeout)
     return DistributedContext(
@@ -111,6 +116,19 @@ def start(config: DistributedConfig) -> DistributedContext:
         timeout_seconds=config.timeout_seconds,
         job_group=dist.group.WORLD,  # type: ignore[arg-type]
     )
+
+
+def _store_of_this_attempt(timeout: timedelta) -> Store:
+    """torchrun may keep its store through restarts (2.13: dynamic_rendezvous.py shares that of the
+    rendezvous): without a prefix ranks would find the addresses of the processes before them."""
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def release_cached_memory(device: torch.device) -> None:

@@ -27,11 +27,15 @@ class MetricsWriter:
         config: LoggingConfig,
         run_name: str,
         resolved_config: dict[str, Any],
+        first_step: int = 1,
     ) -> None:
+        """first_step: of a resumed run; what TensorBoard has of later steps is hidden."""
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         problems: list[str] = []
-        self._tensorboard = _start_tensorboard(folder, config=config, problems=problems)
+        self._tensorboard = _start_tensorboard(
+            folder, config=config, first_step=first_step, problems=problems
+        )
         self._wandb = _start_wandb(
             folder,
             config=config,
@@ -83,7 +87,9 @@ class MetricsWriter:
             self._wandb = None
 
 
-def _start_tensorboard(folder: Path, *, config: LoggingConfig, problems: list[str]) -> Any:
+def _start_tensorboard(
+    folder: Path, *, config: LoggingConfig, first_step: int, problems: list[str]
+) -> Any:
     if not config.tensorboard:
         return None
     try:
@@ -94,7 +100,9 @@ def _start_tensorboard(folder: Path, *, config: LoggingConfig, problems: list[st
             "set logging.tensorboard=false"
         )
         return None
-    return SummaryWriter(log_dir=str(folder / "tensorboard"))
+    return SummaryWriter(
+        log_dir=str(folder / "tensorboard"), purge_step=first_step if first_step > 1 else None
+    )
 
 
 def _start_wandb(

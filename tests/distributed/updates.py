@@ -17,7 +17,7 @@ from small_models import (
 from torch import Tensor
 
 from rlhf_megatron.algorithms.config import ImportanceSamplingConfig, KlConfig, PpoConfig
-from rlhf_megatron.algorithms.kl import kl_controller
+from rlhf_megatron.algorithms.kl import KlController, kl_controller
 from rlhf_megatron.batch import RaggedBatch, load_batch, save_batch
 from rlhf_megatron.models.build import VALUE_HEAD
 from rlhf_megatron.models.config import OptimizerConfig
@@ -132,26 +132,34 @@ def run_updates(rank: int, models: Path, rollout: Path, case: Case) -> Trace:
     )
     controller, trace = kl_controller(config.kl), Trace()
     for step in range(1, NUM_ROUNDS + 1):
-        batch = load_batch(rollout)
-        plan = ppo.plan(batch, step=step)
-        batch.response["old_logprobs"] = ppo.log_probs(actor, batch=batch, plan=plan[0])
-        batch.response["ref_logprobs"] = ppo.log_probs(ref, batch=batch, plan=plan[0])
-        values = ppo.values(batch, plan=plan[0])
-        batch.response["values"] = values["values"]
-        metrics = {"kl/coef": controller.coefficient} | ppo.advantages(
-            batch, last_values=values["last"], kl_coefficient=controller.coefficient
-        )
-        metrics |= ppo.off_policy(batch, version=step - 1)
-        critic_report = ppo.update_critic(batch, plan=plan, learning_rate=RATE)
-        actor_report = ppo.update_actor(
-            batch, plan=plan, learning_rate=RATE, kl_coefficient=controller.coefficient
-        )
-        update_kl_controller(controller, metrics=metrics, num_samples=len(batch))
-        trace.rounds.append(metrics)
-        for ours, theirs in zip(actor_report.steps, critic_report.steps, strict=True):
-            norms = {"grad_norm/actor": ours.grad_norm, "grad_norm/critic": theirs.grad_norm}
-            trace.steps.append(ours.metrics | theirs.metrics | norms)
+        one_round(ppo, rollout=rollout, step=step, controller=controller, trace=trace)
     return trace
+
+
+def one_round(
+    ppo: PpoStep, *, rollout: Path, step: int, controller: KlController, trace: Trace
+) -> None:
+    """A step on the recorded rollout, as Trainer.train_step takes it; adds to `trace`."""
+    batch = load_batch(rollout)
+    plan = ppo.plan(batch, step=step)
+    batch.response["old_logprobs"] = ppo.log_probs(ppo.actor, batch=batch, plan=plan[0])
+    assert ppo.ref is not None
+    batch.response["ref_logprobs"] = ppo.log_probs(ppo.ref, batch=batch, plan=plan[0])
+    values = ppo.values(batch, plan=plan[0])
+    batch.response["values"] = values["values"]
+    metrics = {"kl/coef": controller.coefficient} | ppo.advantages(
+        batch, last_values=values["last"], kl_coefficient=controller.coefficient
+    )
+    metrics |= ppo.off_policy(batch, version=step - 1)
+    critic_report = ppo.update_critic(batch, plan=plan, learning_rate=RATE)
+    actor_report = ppo.update_actor(
+        batch, plan=plan, learning_rate=RATE, kl_coefficient=controller.coefficient
+    )
+    update_kl_controller(controller, metrics=metrics, num_samples=len(batch))
+    trace.rounds.append(metrics)
+    for ours, theirs in zip(actor_report.steps, critic_report.steps, strict=True):
+        norms = {"grad_norm/actor": ours.grad_norm, "grad_norm/critic": theirs.grad_norm}
+        trace.steps.append(ours.metrics | theirs.metrics | norms)
 
 
 class PlainPpo:

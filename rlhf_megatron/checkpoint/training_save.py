@@ -1,0 +1,204 @@
+"""One training checkpoint on its way to the disk: planned together, written in the background, and
+made current together when every rank's files are complete.
+
+    save = TrainingSave(checkpoints, step=10, group=job, rank=rank)
+    save.plan("actor/weights", state=...)     # collective, one call a directory
+    save.begin({"rng/rank_0000.pt": rng})     # returns at once
+    ...                                       # training goes on
+    save.is_written()                         # local
+    save.finish(manifest, small_files=...)    # collective; waits for this rank's writer
+"""
+
+import io
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.checkpoint.compat import finish_save, plan_save, write_files
+from rlhf_megatron.checkpoint.paths import check_free_space
+from rlhf_megatron.checkpoint.step_folders import make_current, temporary_folder
+from rlhf_megatron.checkpoint.training_manifest import (
+    FileRecord,
+    TrainingManifest,
+    missing_or_resized,
+    record_file,
+    refuse,
+)
+from rlhf_megatron.distributed.agreement import nothing, together
+from rlhf_megatron.errors import UserError
+
+WHAT = "checkpoint"
+
+
+class TrainingSave:
+    """See the module's docstring. All methods but `is_written` and `begin` are collective."""
+
+    def __init__(
+        self, checkpoints: Path, *, step: int, group: dist.ProcessGroup, rank: int
+    ) -> None:
+        """Make the folder that is written into. Raises UserError on all ranks where that fails."""
+        self.step = step
+        self._group, self._rank = group, rank
+        token = [os.urandom(3).hex()]
+        dist.broadcast_object_list(token, src=0, group=group)
+        self.folder = temporary_folder(checkpoints, step=step, token=token[0])
+        self._requests: list[Any] = []
+        self._records: dict[str, FileRecord] = {}
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._on_first_rank(lambda: self.folder.mkdir(parents=True))
+
+    def plan(self, directory: str, *, state: dict[str, Any], num_bytes: int = 0) -> None:
+        """Plan one dist_checkpointing directory. `state`'s tensors must not change until `finish`.
+
+        num_bytes: of the directory, for a look at the free space beforehand.
+        """
+        target = self.folder / directory
+
+        def prepare() -> None:
+            check_free_space(self.folder, num_bytes=num_bytes)
+            target.mkdir(parents=True)
+
+        self._on_first_rank(prepare)
+        # Other nodes may not see a new folder of a network file system at once.
+        together(lambda: target.mkdir(parents=True, exist_ok=True), group=self._group, what=WHAT)
+        try:
+            self._requests.append(plan_save(state, directory=target))
+        except OSError as error:  # of rank 0's small files: the others wait within Megatron-Core
+            raise self._failure(error) from error
+
+    def begin(self, own_files: Mapping[str, Any]) -> None:
+        """Start to write, in a thread of its own. own_files: this rank's alone, for torch.save."""
+        self._thread = threading.Thread(
+            target=self._write, args=(dict(own_files),), name="checkpoint-writer", daemon=True
+        )
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Whether this rank's writer is done, or has failed."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def finish(self, manifest: TrainingManifest, *, small_files: Callable[[Path], None]) -> Path:
+        """Wait for the writers, verify what they wrote, and make the checkpoint current.
+
+        manifest: without files. small_files: writes rank 0's into the folder. Returns the new
+        checkpoint. Raises UserError on all ranks where any could not write; nothing is left then.
+        """
+        assert self._thread is not None, "finish() before begin()"
+        self._thread.join()
+        try:
+            together(self._raise_error, group=self._group, what=WHAT)
+            for request in self._requests:
+                try:
+                    finish_save(request)
+                except OSError as error:
+                    raise self._failure(error) from error
+            gathered: list[dict[str, FileRecord] | None] = [None] * dist.get_world_size(self._group)
+            dist.gather_object(
+                self._records, gathered if self._rank == 0 else None, dst=0, group=self._group
+            )
+            self._on_first_rank(
+                lambda: self._complete(manifest, parts=gathered, small_files=small_files)
+            )
+        except BaseException:
+            if self._rank == 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        return self.folder.with_name(self.folder.name.partition(".")[0])
+
+    def abandon(self) -> None:
+        """Remove what was written. Not collective; on rank 0, once the writers have ended."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, own_files: dict[str, Any]) -> None:
+        try:
+            paths = [path for request in self._requests for path in write_files(request)]
+            for name, content in own_files.items():
+                paths.append(_write_small(self.folder / name, content=_saved(content)))
+            self._records = {
+                path.relative_to(self.folder).as_posix(): record_file(path) for path in paths
+            }
+        except BaseException as error:  # shown by `finish`, on all ranks
+            self._error = error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._failure(self._error) from self._error
+
+    def _failure(self, error: BaseException) -> UserError:
+        """torch hides what the system said behind a fault of its archive writer."""
+        text = str(_first_os_error(error) or error)
+        try:
+            free = shutil.disk_usage(self.folder.parent).free
+        except OSError:
+            return UserError(f"{self.folder}: cannot be written: {text}")
+        return UserError(
+            f"{self.folder}: cannot be written: {text}; {free / 1e6:,.1f} MB free there"
+        )
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        together(action if self._rank == 0 else nothing, group=self._group, what=WHAT)
+
+    def _complete(
+        self,
+        manifest: TrainingManifest,
+        *,
+        parts: list[dict[str, FileRecord] | None],
+        small_files: Callable[[Path], None],
+    ) -> None:
+        small_files(self.folder)
+        files = {name: record for part in parts for name, record in (part or {}).items()}
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder).as_posix()
+            if path.is_file() and name not in files:
+                files[name] = record_file(path)
+                _sync(path)
+        manifest = replace(manifest, files=dict(sorted(files.items())))
+        manifest.write(self.folder)
+        problems = missing_or_resized(self.folder, manifest=manifest)
+        if problems:  # a rank's file is not on this rank's disk
+            raise refuse(self.folder, problems=problems)
+        _sync(self.folder / "manifest.json")
+        make_current(self.folder)
+
+
+def _first_os_error(error: BaseException | None) -> OSError | None:
+    """The error of the operating system that led to `error`, if one did."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def utc_now() -> str:
+    """ISO 8601 to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _saved(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _write_small(path: Path, *, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

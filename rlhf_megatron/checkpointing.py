@@ -1,0 +1,360 @@
+"""When the run is saved, what is put into a checkpoint, and how a resumed run takes it up again."""
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rlhf_megatron.checkpoint.hf_config_write import write_config_files
+from rlhf_megatron.checkpoint.host_buffers import HostBuffers
+from rlhf_megatron.checkpoint.manifest import (
+    Manifest,
+    installed_versions,
+    open_role,
+    open_role_folder,
+)
+from rlhf_megatron.checkpoint.optimizer_slices import adam_steps
+from rlhf_megatron.checkpoint.paths import RoleFolder
+from rlhf_megatron.checkpoint.rng import read_rng_state, rng_state, set_rng_state
+from rlhf_megatron.checkpoint.role_state import (
+    captured_optimizer,
+    captured_weights,
+    restore_optimizer,
+)
+from rlhf_megatron.checkpoint.sharded import load_weights
+from rlhf_megatron.checkpoint.step_folders import prune
+from rlhf_megatron.checkpoint.training_manifest import TrainingManifest
+from rlhf_megatron.checkpoint.training_save import TrainingSave, utc_now
+from rlhf_megatron.config import Config
+from rlhf_megatron.distributed.agreement import together
+from rlhf_megatron.distributed.start import DistributedContext
+from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.layout.sizes import num_parameters
+from rlhf_megatron.observability.ledger import PhaseLedger, PhaseRecord
+from rlhf_megatron.resume import (
+    LINES_BY_STEP,
+    STATE,
+    ResumePoint,
+    describe_models,
+    note_lines,
+    plain_config,
+    sizes_of,
+)
+from rlhf_megatron.run_state import RunState
+from rlhf_megatron.stopping import RunStopped, StopAgreement
+
+logger = logging.getLogger(__name__)
+
+PHASE = "checkpoint"
+REFERENCE = "ref"
+OPTIMIZER = "optimizer"
+"""Folder beside a role's weights/."""
+
+
+class Checkpointer:
+    """Saves and resumes one run. Every method is collective over the job.
+
+    A PhaseListener: where a phase ends, what the writers have completed meanwhile becomes current.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run: RunState,
+        stop: StopAgreement,
+        context: DistributedContext,
+        ledger: PhaseLedger,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._options = config, config.checkpoint
+        self._run, self._stop = run, stop
+        self._context, self._ledger, self._say = context, ledger, say
+        self._group, self._rank = context.job_group, context.rank
+        self._checkpoints = Path(config.run.output_dir) / "checkpoints"
+        self._buffers = {
+            name: HostBuffers(device=context.device) for name in (*run.roles, REFERENCE)
+        }
+        self._small: dict[str, Any] = {}
+        """Parts and generators as they were after the last step: a step that is abandoned has
+        changed nothing else."""
+        self._save: tuple[TrainingSave, TrainingManifest, dict[str, Any]] | None = None
+        self._pruning: threading.Thread | None = None
+        self._step = 0
+        self._saved_step: int | None = None
+        self._begun_at = time.monotonic()
+        self._held_up_seconds = 0.0
+        self._models = describe_models(config)
+        self._run_id = self._from_first_rank(uuid.uuid4().hex[:12])
+
+    def resume(self, point: ResumePoint) -> None:
+        """Take everything over from the checkpoint. Raises UserError where something is missing."""
+        for line in note_lines(point):
+            self._say(line)
+        state = point.state
+        with _naming_versions(point):
+            for name, engine in self._run.roles.items():
+                self._load_role(name, engine=engine, point=point)
+            if self._run.ref is not None:
+                self._load_reference(self._run.ref, point=point)
+        together(lambda: self._run.load_parts(state["parts"]), group=self._group, what="resume")
+        if point.same_layout:
+            path = point.folder / _rng_file(self._rank)
+            set_rng_state(
+                read_rng_state(path), roles=self._rng_roles(), device=self._context.device
+            )
+        if point.in_place:
+            self._run_id = state["run_id"]
+            self._saved_step = point.step
+        self._step = point.step
+        self._remember()
+
+    def begins(self) -> None:
+        """Before the first step."""
+        self._remember()
+
+    def phase_entered(self, *, step: int, phase: str) -> None:
+        """Nothing."""
+
+    def phase_exited(self, record: PhaseRecord) -> None:
+        """Conclude the save in flight if all ranks have written. Raises UserError where any could
+        not."""
+        if self._save is None or record.phase == PHASE:
+            return
+        begin = time.monotonic()
+        if not self._stop.agree([not self._save[0].is_written()])[1]:
+            self._finish_save()
+        self._held_up_seconds += time.monotonic() - begin
+
+    def after_step(self, step: int) -> None:
+        """Save where it is time. Raises RunStopped, once the state is saved, where the run was
+        asked to stop; UserError where an earlier save has failed."""
+        self._step = step
+        self._remember()
+        minutes = (time.monotonic() - self._begun_at) / 60
+        too_long = 0 < self._options.interval_minutes <= minutes
+        stop, by_time = self._stop.agree([too_long and self._rank == 0])
+        interval = self._options.interval_steps
+        last = step == self._config.run.steps and self._options.final
+        if stop:
+            self.stop()
+        if last or by_time or (interval and step % interval == 0):
+            self.save()
+
+    def stop(self) -> NoReturn:
+        """Save the last step's state, unless it is saved, and raise RunStopped."""
+        if self._saved_step != self._step:
+            self.save()
+        self.finish()
+        raise RunStopped(
+            f"stopped by {self._stop.reason} after step {self._step}; the state is in "
+            f"{self._checkpoints}, and the same command goes on from there"
+        )
+
+    def finish(self) -> None:
+        """Wait until what is being written is complete and current."""
+        if self._save is not None:
+            with self._ledger.phase(PHASE):
+                self._finish_save()
+        self._wait_for_pruning()
+
+    def take_metrics(self) -> dict[str, float]:
+        """time/checkpoint_seconds: how long saving has held training up since the last call."""
+        seconds, self._held_up_seconds = self._held_up_seconds, 0.0
+        return {"time/checkpoint_seconds": seconds} if seconds else {}
+
+    def save(self) -> None:
+        """Save the state after the last step: return when it is copied to host memory, or with
+        `asynchronous` off when it is complete."""
+        begin = time.monotonic()
+        with self._ledger.phase(PHASE):
+            if self._save is not None:
+                self._finish_save()  # its copies are about to be overwritten
+            self._begun_at = time.monotonic()
+            self._save = self._begin_save()
+            if not self._options.asynchronous:
+                self._finish_save()
+        self._saved_step = self._step
+        self._held_up_seconds += time.monotonic() - begin
+
+    def _remember(self) -> None:
+        self._small = {
+            "parts": self._run.parts_state(),
+            "rng": rng_state(self._rng_roles(), device=self._context.device),
+        }
+
+    def _begin_save(self) -> tuple[TrainingSave, TrainingManifest, dict[str, Any]]:
+        save = TrainingSave(self._checkpoints, step=self._step, group=self._group, rank=self._rank)
+        for name, engine in self._run.roles.items():
+            weights = captured_weights(engine.model, buffers=self._buffers[name])
+            optimizer = captured_optimizer(
+                engine.model, optimizer=engine.optimizer, buffers=self._buffers[name]
+            )
+            self._buffers[name].synchronize()
+            size = num_parameters(engine.model.arch, head=engine.model.head)
+            itemsize = engine.model.config.params_dtype.itemsize
+            save.plan(f"{name}/weights", state=weights, num_bytes=size * itemsize)
+            moments = 8 if itemsize == 4 else 12
+            save.plan(f"{name}/{OPTIMIZER}", state=optimizer, num_bytes=size * moments)
+        if self._run.ref is not None:
+            weights = captured_weights(self._run.ref.model, buffers=self._buffers[REFERENCE])
+            self._buffers[REFERENCE].synchronize()
+            save.plan(f"{REFERENCE}/weights", state=weights)
+        state = self._state()
+        save.begin({_rng_file(self._rank): self._small["rng"]})
+        return save, self._manifest(), state
+
+    def _finish_save(self) -> None:
+        assert self._save is not None
+        save, manifest, state = self._save
+        self._save = None
+        folder = save.finish(
+            manifest, small_files=lambda folder: self._write_small_files(folder, state=state)
+        )
+        logger.info("wrote %s", folder)
+        if self._rank == 0:
+            self._prune(folder)
+
+    def _prune(self, current: Path) -> None:
+        """In the background: removing many files may take minutes on a network file system."""
+        self._wait_for_pruning()
+        self._pruning = threading.Thread(
+            target=prune,
+            args=(self._checkpoints,),
+            kwargs={
+                "current": current,
+                "keep_last": self._options.keep_last,
+                "keep_every": self._options.keep_every,
+            },
+            name="checkpoint-pruner",
+            daemon=True,
+        )
+        self._pruning.start()
+
+    def _wait_for_pruning(self) -> None:
+        if self._pruning is not None:
+            self._pruning.join()
+
+    def _state(self) -> dict[str, Any]:
+        roles = self._run.roles
+        return {
+            "step": self._step,
+            "weight_version": self._step,
+            "run_id": self._run_id,
+            "optimizer_steps": {name: adam_steps(e.optimizer) for name, e in roles.items()},
+            "parts": self._small["parts"],
+            "models": self._models,
+            "config": plain_config(self._config),
+        }
+
+    def _manifest(self) -> TrainingManifest:
+        layouts = {name: e.model.groups.layout for name, e in self._run.roles.items()}
+        return TrainingManifest(
+            step=self._step,
+            run_id=self._run_id,
+            written_at=utc_now(),
+            world_size=self._context.world_size,
+            layouts=sizes_of(layouts),
+            versions=installed_versions(),
+        )
+
+    def _write_small_files(self, folder: Path, *, state: dict[str, Any]) -> None:
+        """On rank 0: the state, each role's description, and the run's own files onto the disk."""
+        with (folder / STATE).open("w", encoding="utf-8") as file:
+            json.dump(state, file, indent=1)
+        engines = dict(self._run.roles)
+        if self._run.ref is not None:
+            engines[REFERENCE] = self._run.ref
+        for name, engine in engines.items():
+            self._describe_role(RoleFolder(folder / name), engine=engine)
+        for name in LINES_BY_STEP:
+            path = folder.parents[1] / name
+            if path.exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+    def _describe_role(self, folder: RoleFolder, *, engine: ModelEngine) -> None:
+        model, layout = engine.model, engine.model.groups.layout
+        dtype = str(model.config.params_dtype).removeprefix("torch.")
+        template = self._config.actor.model
+        if engine is self._run.roles.get("critic"):
+            template = self._config.critic.model or template
+        folder.hf.mkdir()
+        write_config_files(
+            folder.hf, template_dir=Path(template), arch=model.arch, head=model.head, dtype=dtype
+        )
+        Manifest(
+            head=model.head,
+            dtype=dtype,
+            num_parameters=num_parameters(model.arch, head=model.head),
+            written_at={
+                "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+                "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+                "virtual_pipeline_model_parallel_size": (
+                    layout.virtual_pipeline_model_parallel_size
+                ),
+            },
+            versions=installed_versions(),
+        ).write(folder)
+
+    def _load_role(self, name: str, *, engine: ModelEngine, point: ResumePoint) -> None:
+        checkpoint = open_role(point.folder, role=name)
+        load_weights(engine.model, checkpoint=checkpoint)
+        engine.weights_changed()
+        with engine.model.groups.active():
+            restore_optimizer(
+                engine.model,
+                optimizer=engine.optimizer,
+                checkpoint=checkpoint,
+                directory=checkpoint.folder.path / OPTIMIZER,
+                steps=point.state["optimizer_steps"][name],
+            )
+
+    def _load_reference(self, ref: ModelEngine, *, point: ResumePoint) -> None:
+        folder = RoleFolder(point.folder / REFERENCE)
+        if not folder.manifest.exists():
+            raise UserError(
+                f"{point.folder}: holds no {REFERENCE}/, the reference after the warm-up: the run "
+                "that wrote it had none (ppo.kl.place=off); set that again, or give ref.model"
+            )
+        load_weights(ref.model, checkpoint=open_role_folder(folder))
+
+    def _rng_roles(self) -> dict[str, Any]:
+        return {name: engine.model.groups for name, engine in self._run.roles.items()}
+
+    def _from_first_rank(self, text: str) -> str:
+        shared = [text]
+        dist.broadcast_object_list(shared, src=0, group=self._group)
+        return shared[0]
+
+
+@contextmanager
+def _naming_versions(point: ResumePoint) -> Iterator[None]:
+    """What another Megatron-Core has written may not be readable: then say so."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        written, here = (
+            v["megatron-core"] for v in (point.manifest.versions, installed_versions())
+        )
+        if written == here:
+            raise
+        raise UserError(
+            f"{point.folder}: written by megatron-core {written}, and {here} cannot load it: "
+            f"{error!r}"
+        ) from error
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng/rank_{rank:04d}.pt"
