@@ -73,7 +73,7 @@ class TrainingSave:
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
 
         def make_first() -> None:
-            check_free_space(checkpoints, num_bytes=num_bytes)
+            check_free_space(self.folder, num_bytes=num_bytes)
             make()
 
         try:
