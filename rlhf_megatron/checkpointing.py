@@ -91,9 +91,11 @@ class Checkpointer:
         self._pruning: threading.Thread | None = None
         self._step = 0
         self._saved_step: int | None = None
+        self._num_saves = 0
         self._begun_at = time.monotonic()
         self._held_up_seconds = 0.0
         self._models = describe_models(config)
+        self._plain_config = plain_config(config)
         self._run_id = self._from_first_rank(uuid.uuid4().hex[:12])
 
     def resume(self, point: ResumePoint) -> None:
@@ -184,6 +186,7 @@ class Checkpointer:
             if not self._options.asynchronous:
                 self._finish_save()
         self._saved_step = self._step
+        self._num_saves += 1
         self._held_up_seconds += time.monotonic() - begin
 
     def _remember(self) -> None:
@@ -193,20 +196,28 @@ class Checkpointer:
         }
 
     def _begin_save(self) -> tuple[TrainingSave, TrainingManifest, dict[str, Any]]:
-        save = TrainingSave(self._checkpoints, step=self._step, group=self._group, rank=self._rank)
-        for name, engine in self._run.roles.items():
-            weights = captured_weights(engine.model, buffers=self._buffers[name])
+        engines, ref = self._run.roles, self._run.ref
+        directories = [f"{name}/{part}" for name in engines for part in ("weights", OPTIMIZER)]
+        save = TrainingSave(
+            self._checkpoints,
+            step=self._step,
+            directories=[*directories, f"{REFERENCE}/weights"] if ref else directories,
+            num_bytes=sum(_state_bytes(engine) for engine in engines.values()),
+            group=self._group,
+            rank=self._rank,
+            validate=self._num_saves == 0,
+        )
+        for name, engine in engines.items():
+            buffers = self._buffers[name]
+            weights = captured_weights(engine.model, buffers=buffers)
             optimizer = captured_optimizer(
-                engine.model, optimizer=engine.optimizer, buffers=self._buffers[name]
+                engine.model, optimizer=engine.optimizer, buffers=buffers
             )
-            self._buffers[name].synchronize()
-            size = num_parameters(engine.model.arch, head=engine.model.head)
-            itemsize = engine.model.config.params_dtype.itemsize
-            save.plan(f"{name}/weights", state=weights, num_bytes=size * itemsize)
-            moments = 8 if itemsize == 4 else 12
-            save.plan(f"{name}/{OPTIMIZER}", state=optimizer, num_bytes=size * moments)
-        if self._run.ref is not None:
-            weights = captured_weights(self._run.ref.model, buffers=self._buffers[REFERENCE])
+            buffers.synchronize()
+            save.plan(f"{name}/weights", state=weights)
+            save.plan(f"{name}/{OPTIMIZER}", state=optimizer)
+        if ref is not None:
+            weights = captured_weights(ref.model, buffers=self._buffers[REFERENCE])
             self._buffers[REFERENCE].synchronize()
             save.plan(f"{REFERENCE}/weights", state=weights)
         state = self._state()
@@ -253,7 +264,7 @@ class Checkpointer:
             "optimizer_steps": {name: adam_steps(e.optimizer) for name, e in roles.items()},
             "parts": self._small["parts"],
             "models": self._models,
-            "config": plain_config(self._config),
+            "config": self._plain_config,
         }
 
     def _manifest(self) -> TrainingManifest:
@@ -335,6 +346,13 @@ class Checkpointer:
         shared = [text]
         dist.broadcast_object_list(shared, src=0, group=self._group)
         return shared[0]
+
+
+def _state_bytes(engine: ModelEngine) -> int:
+    """Of a role's weights, moments and, in bf16, master weights."""
+    itemsize = engine.model.config.params_dtype.itemsize
+    per_parameter = itemsize + (8 if itemsize == 4 else 12)
+    return num_parameters(engine.model.arch, head=engine.model.head) * per_parameter
 
 
 @contextmanager

@@ -42,13 +42,16 @@ def writes_in_pieces() -> Iterator[None]:
         yield
     finally:
         del vars(filesystem_async)["open"]
-def plan_save(state: dict[str, Any], *, directory: Path) -> Any:
+
+
+def plan_save(state: dict[str, Any], *, directory: Path, validate: bool = True) -> Any:
     """Agree on who writes what into `directory`, which exists and is empty: Megatron-Core's
     AsyncRequest, to be given to `write_files` and `finish_save`. Collective over the job.
 
-    The tensors of `state` must stay as they are until `write_files` is done.
+    The tensors of `state` must stay as they are until `write_files` is done. validate: compare the
+    ranks' parts, which must cover each tensor once; a look at all their keys on all ranks.
     """
-    options: dict[str, Any] = {"async_sharded_save": True}
+    options: dict[str, Any] = {"async_sharded_save": True, "validate_access_integrity": validate}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         options["async_strategy"] = "mcore"  # 0.19.2's default needs nvidia-resiliency-ext
     with results_in_this_process():

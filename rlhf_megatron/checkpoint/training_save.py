@@ -1,7 +1,7 @@
 """One training checkpoint on its way to the disk: planned together, written in the background, and
 made current together when every rank's files are complete.
 
-    save = TrainingSave(checkpoints, step=10, group=job, rank=rank)
+    save = TrainingSave(checkpoints, step=10, directories=["actor/weights"], ...)
     save.plan("actor/weights", state=...)     # collective, one call a directory
     save.begin({"rng/rank_0000.pt": rng})     # returns at once
     ...                                       # training goes on
@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,22 @@ class TrainingSave:
     """See the module's docstring. All methods but `is_written` and `begin` are collective."""
 
     def __init__(
-        self, checkpoints: Path, *, step: int, group: dist.ProcessGroup, rank: int
+        self,
+        checkpoints: Path,
+        *,
+        step: int,
+        directories: Sequence[str],
+        num_bytes: int,
+        group: dist.ProcessGroup,
+        rank: int,
+        validate: bool = True,
     ) -> None:
-        """Make the folder that is written into. Raises UserError on all ranks where that fails."""
-        self.step = step
+        """Make the folders that are written into. Raises UserError on all ranks where that fails,
+        or where less than `num_bytes` are free.
+
+        validate: see compat.plan_save; the parts are the same in every save of a run.
+        """
+        self.step, self._validate = step, validate
         self._group, self._rank = group, rank
         token = [os.urandom(3).hex()]
         dist.broadcast_object_list(token, src=0, group=group)
@@ -54,26 +66,30 @@ class TrainingSave:
         self._records: dict[str, FileRecord] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._on_first_rank(lambda: self.folder.mkdir(parents=True))
 
-    def plan(self, directory: str, *, state: dict[str, Any], num_bytes: int = 0) -> None:
-        """Plan one dist_checkpointing directory. `state`'s tensors must not change until `finish`.
+        def make() -> None:
+            # On all ranks: other nodes may not see a new folder of a network file system at once.
+            for name in directories:
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
 
-        num_bytes: of the directory, for a look at the free space beforehand.
-        """
-        target = self.folder / directory
-
-        def prepare() -> None:
+        def make_first() -> None:
             check_free_space(self.folder, num_bytes=num_bytes)
-            target.mkdir(parents=True)
+            make()
 
-        self._on_first_rank(prepare)
-        # Other nodes may not see a new folder of a network file system at once.
-        together(lambda: target.mkdir(parents=True, exist_ok=True), group=self._group, what=WHAT)
         try:
-            self._requests.append(plan_save(state, directory=target))
+            self._on_first_rank(make_first)
+            together(make, group=group, what=WHAT)
+        except UserError:
+            self._remove()
+            raise
+
+    def plan(self, directory: str, *, state: dict[str, Any]) -> None:
+        """Plan one of the directories. `state`'s tensors must not change until `finish`."""
+        try:
+            request = plan_save(state, directory=self.folder / directory, validate=self._validate)
         except OSError as error:  # of rank 0's small files: the others wait within Megatron-Core
             raise self._failure(error) from error
+        self._requests.append(request)
 
     def begin(self, own_files: Mapping[str, Any]) -> None:
         """Start to write, in a thread of its own. own_files: this rank's alone, for torch.save."""
@@ -109,14 +125,13 @@ class TrainingSave:
                 lambda: self._complete(manifest, parts=gathered, small_files=small_files)
             )
         except BaseException:
-            if self._rank == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove()
             raise
         return self.folder.with_name(self.folder.name.partition(".")[0])
 
-    def abandon(self) -> None:
-        """Remove what was written. Not collective; on rank 0, once the writers have ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _remove(self) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, own_files: dict[str, Any]) -> None:
         try:

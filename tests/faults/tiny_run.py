@@ -287,9 +287,9 @@ def weights(run: Path) -> dict[str, bytes]:
 
 def assert_same_run(run: Path, *, expected: Path) -> None:
     """Bit by bit: metrics, evaluations, rollouts, final weights."""
-    assert metrics(run) == metrics(expected)
-    assert evaluations(run) == evaluations(expected)
-    assert weights(run) == weights(expected)
+    assert metrics(run) == metrics(expected), "metrics.jsonl"
+    assert evaluations(run) == evaluations(expected), "evaluations.jsonl"
+    assert weights(run) == weights(expected), "weights"
     names = sorted(path.name for path in (expected / "rollouts").iterdir())
     assert sorted(path.name for path in (run / "rollouts").iterdir()) == names
     for name in names:
