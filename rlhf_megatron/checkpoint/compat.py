@@ -42,6 +42,8 @@ def writes_in_pieces() -> Iterator[None]:
         yield
     finally:
         del vars(filesystem_async)["open"]
+
+
 def plan_save(state: dict[str, Any], *, directory: Path) -> Any:
     """Agree on who writes what into `directory`, which exists and is empty: Megatron-Core's
     AsyncRequest, to be given to `write_files` and `finish_save`. Collective over the job.
