@@ -398,6 +398,7 @@ class Trainer:
         with self.ledger.phase("warmup"):
             for step in range(1, config.steps + 1):
                 loss = warmup.step()
+                self.ledger.go_on()
                 self._stop_early()
                 if step == 1 or step % max(config.steps // 5, 1) == 0:
                     self.say(f"  warm-up step {step}: loss {loss:.4f}")
