@@ -18,6 +18,8 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 BEAT_SECONDS = 2.0
+READ_SECONDS = 0.5
+"""A rank that stops within so long of entering a phase is named with the phase before."""
 LONGEST_STEP_SECONDS = 2 * BEAT_SECONDS
 """A watcher that was itself held up for longer counts no more than this as silence."""
 GRACE_SECONDS = 3.0
@@ -131,7 +133,7 @@ class Heartbeat:
         now = time.monotonic()
         passed, self._looked_at = now - self._looked_at, now
         self._silence_seconds += min(passed, LONGEST_STEP_SECONDS)
-        if now - self._read_at >= BEAT_SECONDS / 2:
+        if now - self._read_at >= READ_SECONDS:
             self._read_at = now
             if self._read():
                 self._silence_seconds = 0.0

@@ -159,7 +159,7 @@ def _first_line(alarm: Alarm, *, found: list[RankReport], mute: list[SilentRank]
             f"{alarm.seconds:.0f} s, so the network or the order of their collectives is at fault; "
             f"{alarm.limit}"
         )
-    waiting = f", and {len(others)} other ranks wait or have gone on" if others else ""
+    waiting = ", and the others wait for it or have gone on" if others else ""
     return (
         f"rank {blamed.rank} hangs in {blamed.phase}: for {blamed.seconds:.0f} s, "
         f"{alarm.limit}; it {blamed.doing}{waiting}"

@@ -4,7 +4,7 @@
 
 prints, for each phase and kind, how long after the fault the other rank has ended, and the first
 line that it said. The limit of a phase is LIMIT_SECONDS. The fault is planted through a listener of
-the phase ledger, half a second into the phase.
+the phase ledger, SECONDS_INTO_PHASE after it begins.
 """
 
 import argparse
@@ -41,6 +41,8 @@ PHASES = (
     ("checkpoint", 1),
 )
 EXIT_CODE = 7
+SECONDS_INTO_PHASE = 1.5
+"""More than heartbeat.READ_SECONDS: the others have seen the phase begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class RankFault:
     def phase_entered(self, *, step: int, phase: str) -> None:
         if (step, phase) != (self.step, self.phase):
             return
-        time.sleep(0.5)
+        time.sleep(SECONDS_INTO_PHASE)
         self.note.write_text(str(time.time()))
         if self.kind == "raise":
             raise RuntimeError("planted")
