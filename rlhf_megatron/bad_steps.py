@@ -41,9 +41,13 @@ class BadSteps:
         *,
         output_dir: Path,
         rank: int,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         say: Callable[[str], None],
+        check_weights: Callable[[str], None] = lambda when: None,
     ) -> None:
+        """`group`: the job's, None in a single process. `check_weights`: raises JobError on all
+        ranks where the cause lies in weights that are not finite; its argument says when."""
+        self._check_weights = check_weights
         self._config, self._folder = config, output_dir / FOLDER
         self._rank, self._group, self._say = rank, group, say
         self._norms: dict[str, deque[float]] = {}
@@ -62,7 +66,10 @@ class BadSteps:
 
     def takes(self, result: StepResult, *, update: Update) -> bool:
         """Whether the update may happen. Raises JobError on all ranks where it must end the run."""
-        reason = _reason_not_finite(result) or self._reason_outlier(result, role=update.role)
+        reason = _reason_not_finite(result)
+        if reason:
+            self._check_weights(f"in update_{update.role} of step {self._step}")
+        reason = reason or self._reason_outlier(result, role=update.role)
         if not reason:
             if self.wants_norm:
                 self._history(update.role).append(result.grad_norm)
@@ -83,6 +90,7 @@ class BadSteps:
             wrong = f"{wrong}, " * bool(wrong) + "values after the last token"
         if not wrong:
             return True
+        self._check_weights(f"in step {self._step}, before its updates")
         update = Update(role="step", number=0, count=0, batch=batch)
         reason = f"the batch holds {wrong}, though the weights are finite"
         self._found(reason, phase="value", place="outputs", update=update)
@@ -139,7 +147,8 @@ class BadSteps:
         if self._config.bad_step == "skip":
             self._say(f"skipped: {self._last_reason}{saved}")
             return
-        dist.barrier(group=self._group)  # a rank that leaves ends the others: rank 0 writes first
+        if self._group is not None:  # a rank that leaves ends the others: rank 0 writes first
+            dist.barrier(group=self._group)
         raise JobError(
             f"bad step on all ranks in {self._last_reason}. It was not taken: weights and "
             f"optimizer are as before{saved}. {WAY_OUT}, or set faults.bad_step=skip"

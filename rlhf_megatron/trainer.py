@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from rlhf_megatron import assembly, checks
 from rlhf_megatron.algorithms.kl import kl_controller
 from rlhf_megatron.algorithms.schedule import learning_rate
 from rlhf_megatron.architectures import read_architectures
-from rlhf_megatron.bad_steps import BadSteps, check_weights, describe_nonfinite
+from rlhf_megatron.bad_steps import BadSteps, check_weights
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.checkpointing import Checkpointer
@@ -178,6 +177,7 @@ class Trainer:
             rank=context.rank,
             group=self.job,
             say=self.say,
+            check_weights=self._check_weights,
         )
         self.ppo = PpoStep(
             config.ppo,
@@ -287,7 +287,7 @@ class Trainer:
             values = self.ppo.values(batch, plan=plan[0])
             batch.response["values"] = values["values"]
         metrics = score_metrics(batch) | experience.metrics()
-        if self._outputs_are_finite(batch, last_values=values["last"], step=step):
+        if self.bad_steps.accepts(batch, last_values=values["last"]):
             metrics |= self._check_agreement(batch, step=step)
         else:
             plan = []  # no update
@@ -335,13 +335,6 @@ class Trainer:
         if is_first and report.steps:
             checks.check_first_update(report.steps[0], precision=self.config.actor.precision)
         return report
-
-    def _outputs_are_finite(self, batch: RaggedBatch, *, last_values: Tensor, step: int) -> bool:
-        """Whether the step can go on with its log-probs and values; the same on all ranks."""
-        if not describe_nonfinite(batch) and bool(torch.isfinite(last_values).all()):
-            return True
-        self._check_weights(f"in step {step}, before its updates")
-        return self.bad_steps.accepts(batch, last_values=last_values)
 
     def _check_weights(self, when: str) -> None:
         roles = {"actor": self.actor, "critic": self.critic}
