@@ -25,22 +25,24 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
     started = time.monotonic()
     on_main = threading.current_thread() is threading.main_thread()
+    former = signal.signal(signal.SIGALRM, _interrupt) if on_main else None
     try:
-        if on_main:
-            former = signal.signal(signal.SIGALRM, _interrupt)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
+            if on_main:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
             yield
         finally:
             if on_main:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, former)
     except _TooLong:
-        pass
+        late = True
     else:
-        if time.monotonic() - started <= seconds:
-            return
-    raise TimeoutError(f"took longer than reward.timeout_seconds={seconds:g}")
+        late = time.monotonic() - started > seconds
+    finally:
+        if on_main:
+            signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
+    if late:
+        raise TimeoutError(f"took longer than reward.timeout_seconds={seconds:g}")
 
 
 def _interrupt(*_: object) -> NoReturn:

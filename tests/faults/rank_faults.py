@@ -123,7 +123,7 @@ class Outcome:
         return found
 
 
-def run_with(fault: RankFault, *, files: Path, folder: Path) -> Outcome:
+def run_with(fault: RankFault, *, files: Path, folder: Path, **changes: Any) -> Outcome:
     """Two ranks, TP2, the hf engine, until they end."""
     words = settings(
         files,
@@ -137,6 +137,7 @@ def run_with(fault: RankFault, *, files: Path, folder: Path) -> Outcome:
             f"{role}__parallel__pipeline_model_parallel_size": 1
             for role in ("actor", "critic", "ref")
         },
+        **changes,
     )
     job = Job(words, logs=folder / "logs", world_size=2, trigger=fault)  # type: ignore[arg-type]
     codes = job.wait()
