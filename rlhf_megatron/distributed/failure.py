@@ -207,7 +207,7 @@ class FailureChannel:
                 self._leave_standing_store()
 
     def _leave_standing_store(self) -> NoReturn:
-        logger.error("the job's store does not answer; stacks:\n%s", stacks_of_all_threads())
+        logger.info("the job's store does not answer; stacks:\n%s", stacks_of_all_threads())
         if self._heartbeat.watched != 0:  # this rank knows least of rank 0
             time.sleep(DEATH_WAIT_SECONDS)
             _leave(EXIT_FAILED)
@@ -277,7 +277,7 @@ class FailureChannel:
 
     def _leave_after_alarm(self, alarm: Alarm) -> NoReturn:
         """Say what this rank is doing; one rank puts together what all say."""
-        logger.error(
+        logger.info(  # into the rank's log, not onto the screen
             "rank %d is beyond its limit in %s; stacks here:\n%s",
             alarm.rank,
             alarm.phase,
@@ -305,7 +305,7 @@ class FailureChannel:
         silent = [self._silent_rank(r) for r in range(self._world_size) if r not in reports]
         message = describe(alarm, reports=reports.values(), silent=silent)
         print(f"error: {message}", file=sys.stderr, flush=True)
-        logger.error("%s", message)
+        logger.info("%s", message)
         self._clean_up()
         self._store.set(_SHOWN, "1")
 

@@ -126,18 +126,31 @@ def describe(alarm: Alarm, *, reports: Iterable[RankReport], silent: Iterable[Si
     found = sorted(reports, key=lambda report: report.rank)
     mute = sorted(silent, key=lambda rank: rank.rank)
     lines = [_first_line(alarm, found=found, mute=mute)]
-    groups: dict[str, list[int]] = {}
-    for rank in mute:
-        text = f"no answer; last seen in {rank.phase}; its process {rank.process}"
-        groups.setdefault(text, []).append(rank.rank)
-    for report in found:
-        groups.setdefault(f"{report.phase}: {report.doing}", []).append(report.rank)
-    lines += [f"  {ranks_in_words(ranks)}: {text}" for text, ranks in groups.items()]
+    lines += _silent_lines(mute) + _report_lines(found)
     shown = _to_blame(found) if not mute else None
     if shown is not None:
         lines.append(f"the innermost frames of rank {shown.rank}:\n{shown.stack.rstrip()}")
     lines.append("the stacks of all threads are in logs/rank_*.log")
     return "\n".join(lines)
+
+
+def _silent_lines(mute: list[SilentRank]) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for rank in mute:
+        text = f"no answer; last seen in {rank.phase}; its process {rank.process}"
+        groups.setdefault(text, []).append(rank.rank)
+    return [f"  {ranks_in_words(ranks)}: {text}" for text, ranks in groups.items()]
+
+
+def _report_lines(found: list[RankReport]) -> list[str]:
+    groups: dict[tuple[str, str], list[RankReport]] = {}
+    for report in found:
+        groups.setdefault((report.phase, report.doing), []).append(report)
+    return [
+        f"  {ranks_in_words([r.rank for r in reports])}: {phase} for "
+        f"{max(r.seconds for r in reports):.0f} s, {doing}"
+        for (phase, doing), reports in groups.items()
+    ]
 
 
 def _first_line(alarm: Alarm, *, found: list[RankReport], mute: list[SilentRank]) -> str:
