@@ -317,7 +317,7 @@ class Trainer:
         # Before weights that are spoilt reach the engines or a checkpoint.
         checks.check_finite(metrics, names=FINITE_METRICS)
         if config.faults.check_weights:
-            self._check_weights(f"after the updates of step {step}")
+            self._check_weights(f"after the updates of step {step}", with_ref=False)
         metrics |= self._sync_after(step).metrics()
         self._show_responses(experience, step=step)
         work = self.throughput.work(
@@ -336,9 +336,10 @@ class Trainer:
             checks.check_first_update(report.steps[0], precision=self.config.actor.precision)
         return report
 
-    def _check_weights(self, when: str) -> None:
+    def _check_weights(self, when: str, *, with_ref: bool = True) -> None:
+        """Raises JobError on all ranks where weights are not finite."""
         roles = {"actor": self.actor, "critic": self.critic}
-        if self.ref is not None:
+        if with_ref and self.ref is not None:
             roles["ref"] = self.ref
         check_weights(roles, group=self.job, device=self.context.device, when=when)
 

@@ -216,12 +216,19 @@ class ModelEngine:
 
     def nonfinite_weights(self) -> list[str]:
         """The parameters of this rank that hold NaN or infinity, with how many. Not collective."""
-        found = []
-        for name, parameter in self.model.parameters().items():
-            if not _is_finite(parameter):
-                wrong = int((~torch.isfinite(parameter)).sum())
-                found.append(f"{name} ({wrong} of {parameter.numel()} values)")
-        return found
+        parameters = {n: p for n, p in self.model.parameters().items() if p.numel() > 0}
+        if not parameters:
+            return []
+        # One pass without a copy, as NaN goes into both extremes; one wait for the device.
+        extremes = [torch.stack(torch.aminmax(p.detach())) for p in parameters.values()]
+        finite = [torch.isfinite(e).all() for e in extremes]
+        return [
+            f"{name} ({int((~torch.isfinite(p)).sum())} of {p.numel()} values)"
+            for (name, p), is_finite in zip(
+                parameters.items(), torch.stack(finite).tolist(), strict=True
+            )
+            if not is_finite
+        ]
 
     def _run(
         self,
@@ -295,13 +302,6 @@ def _last_stage_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """The schedule hands over the model's output, [1, T, H or 1]."""
     return loss(output[0], micro_batch)
-
-
-def _is_finite(values: Tensor) -> bool:
-    """In one pass, without a copy: NaN goes into both extremes."""
-    if values.numel() == 0:
-        return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(values.detach()))).all())
 
 
 def _pipeline_options(model: RoleModel) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from rlhf_megatron.config import load_config
 from rlhf_megatron.distributed.heartbeat import Position, Stay
 from rlhf_megatron.distributed.watchdog import (
     Alarm,
@@ -15,6 +16,7 @@ from rlhf_megatron.distributed.watchdog import (
     report_of_this_rank,
 )
 from rlhf_megatron.faults_config import FaultsConfig, phase_limit, refused_phase_limits
+from rlhf_megatron.validation import validate
 
 ALARM = Alarm(
     rank=0,
@@ -135,3 +137,14 @@ def test_limits_are_refused_by_name():
         "faults.phase_limits.value",
         "faults.phase_limits.sleep",
     ]
+
+
+def test_limits_may_be_given_on_the_command_line():
+    config = load_config(
+        [], overrides=["faults.phase_limits.reward=30", "faults.phase_limits.value=0"]
+    )
+    assert config.faults.phase_limits == {"reward": 30, "value": 0}
+    problems = validate(
+        load_config([], overrides=["faults.phase_limits={rollouts: 5}"]), world_size=1
+    )
+    assert any(problem.startswith("faults.phase_limits.rollouts: no such") for problem in problems)
