@@ -203,6 +203,7 @@ class FailureChannel:
             if deadline is None or time.monotonic() < deadline:
                 continue
             beats.own_stay.see(self.position())
+            beats.watched_stay.tick()
             if beats.own_stay.is_overdue() or beats.watched_stay.is_overdue():
                 self._leave_standing_store()
 

@@ -61,15 +61,25 @@ class Sign:
 
 
 class Stay:
-    """How long a rank has been where it is, as seen from here."""
+    """How long a rank has been where it is, as seen from here: while this process was stopped (a
+    suspended job) or held up, its clock stands."""
 
     def __init__(self) -> None:
-        self._position, self._since = Position(""), time.monotonic()
+        self._position, self._seconds = Position(""), 0.0
+        self._ticked_at = time.monotonic()
 
     def see(self, position: Position) -> None:
+        """Where the rank is now."""
+        self.tick()
         if (position.phase, position.number) != (self._position.phase, self._position.number):
-            self._since = time.monotonic()
+            self._seconds = 0.0
         self._position = position
+
+    def tick(self) -> None:
+        """The rank is where it was. To be called more often than LONGEST_STEP_SECONDS."""
+        now = time.monotonic()
+        self._seconds += min(now - self._ticked_at, LONGEST_STEP_SECONDS)
+        self._ticked_at = now
 
     @property
     def position(self) -> Position:
@@ -77,11 +87,11 @@ class Stay:
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._since
+        return self._seconds
 
     def is_overdue(self, *, grace_seconds: float = 0.0) -> bool:
         limit = self._position.limit_seconds
-        return limit > 0 and self.seconds > limit + grace_seconds
+        return limit > 0 and self._seconds > limit + grace_seconds
 
 
 class Heartbeat:

@@ -1,10 +1,9 @@
 """Whom the watchdog blames, and the limits of the phases."""
 
-import time
-
 import pytest
 
 from rlhf_megatron.config import load_config
+from rlhf_megatron.distributed import heartbeat
 from rlhf_megatron.distributed.heartbeat import Position, Stay
 from rlhf_megatron.distributed.watchdog import (
     Alarm,
@@ -94,18 +93,37 @@ def test_a_report_says_where_the_main_thread_is():
     assert (found.rank, found.phase, found.number) == (3, "value of step 1", 4)
 
 
-def test_a_stay_begins_anew_where_the_position_changes():
-    stay = Stay()
-    stay.see(Position("reward of step 1", 1, 0.05, "key"))
+@pytest.fixture
+def clock(monkeypatch):
+    """time.monotonic() of the heartbeat: clock[0]."""
+    now = [100.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_stay_begins_anew_where_the_position_changes(clock):
+    stay, position = Stay(), Position("reward of step 1", 1, 5.0, "key")
+    stay.see(position)
+    for _ in range(6):
+        assert not stay.is_overdue()
+        clock[0] += 1.0
+        stay.see(position)
+    assert stay.is_overdue() and not stay.is_overdue(grace_seconds=3.0)
+    assert stay.seconds == 6.0
+    stay.see(Position("reward of step 1", 2, 5.0, "key"))  # entered again
     assert not stay.is_overdue()
-    time.sleep(0.1)
-    stay.see(Position("reward of step 1", 1, 0.05, "key"))
-    assert stay.is_overdue() and not stay.is_overdue(grace_seconds=60.0)
-    stay.see(Position("reward of step 1", 2, 0.05, "key"))  # entered again
-    assert not stay.is_overdue()
-    stay.see(Position("setup", 3))
-    time.sleep(0.1)
+    for _ in range(9):
+        clock[0] += 1.0
+        stay.see(Position("setup", 3))
     assert not stay.is_overdue()  # no limit
+
+
+def test_the_time_in_which_a_job_was_suspended_does_not_count(clock):
+    stay = Stay()
+    stay.see(Position("reward of step 1", 1, 60.0, "key"))
+    clock[0] += 3600.0
+    stay.see(Position("reward of step 1", 1, 60.0, "key"))
+    assert stay.seconds == heartbeat.LONGEST_STEP_SECONDS and not stay.is_overdue()
 
 
 @pytest.mark.parametrize(
