@@ -57,11 +57,6 @@ class StepResult:
     nonfinite_rank: int = -1
     """A rank in whose share of the gradient is NaN, infinity, or a square that is; -1: none."""
 
-    @property
-    def is_finite(self) -> bool:
-        """Of the gradient, and of all metrics: the loss is one of them."""
-        return self.nonfinite_rank < 0 and all(math.isfinite(v) for v in self.metrics.values())
-
 
 Judgement = Callable[[StepResult], bool]
 """Whether a gradient is to be taken, by what all ranks know of it, so that all decide alike."""
