@@ -116,7 +116,7 @@ def build_scorer(config: Config, *, prompts: PromptSet, device: torch.device) ->
         )
     function = load_reward_function(config.reward.function)
     check_arguments(function, spec=config.reward.function, fields=prompts.rows[0].fields)
-    return FunctionScorer(function)
+    return FunctionScorer(function, timeout_seconds=config.reward.timeout_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

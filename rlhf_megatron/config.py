@@ -14,6 +14,7 @@ from rlhf_megatron.checkpoint.config import CheckpointConfig, ExportConfig
 from rlhf_megatron.data.config import DataConfig, EvaluationConfig, WarmupConfig
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.errors import ConfigError
+from rlhf_megatron.faults_config import FaultsConfig
 from rlhf_megatron.loader import load
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
 from rlhf_megatron.observability.config import LoggingConfig
@@ -62,6 +63,7 @@ class Config:
     parity: ParityConfig = items(ParityConfig)
     checkpoint: CheckpointConfig = items(CheckpointConfig)
     export: ExportConfig = items(ExportConfig)
+    faults: FaultsConfig = items(FaultsConfig)
     logging: LoggingConfig = items(LoggingConfig)
     distributed: DistributedConfig = items(DistributedConfig)
 

@@ -1,4 +1,4 @@
-"""The two kinds of error a user can cause, and the exit codes of the command lines."""
+"""Errors that are shown without a traceback, and the exit codes of the command lines."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -11,6 +11,11 @@ class UserError(ValueError):
 
     The message names the key or file, its value, the rule it breaks and the way out.
     """
+
+
+class JobError(RuntimeError):
+    """What all ranks have found alike, with rank, phase and cause in its message: shown as one
+    message without a traceback, exit code 1."""
 
 
 class ConfigError(UserError):

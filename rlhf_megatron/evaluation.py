@@ -56,7 +56,7 @@ class Evaluator:
             f"evaluation/{name.replace('/', '_')}": value
             for name, value in score_metrics(found.batch).items()
         }
-        metrics["evaluation/dropped"] = float(len(found.dropped))  # not in the means
+        metrics["evaluation/dropped"] = float(found.num_dropped)  # not in the means
         return EvaluationReport(step=step, metrics=metrics, rows=found.rows)
 
 

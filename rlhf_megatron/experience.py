@@ -25,7 +25,15 @@ class Experience:
 
     batch: RaggedBatch
     rows: list[RolloutRow]
-    dropped: list[ScoringFailure]
+    failed: list[ScoringFailure]
+    """Samples without a usable score: dropped, or given reward.error_value."""
+    num_dropped: int
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "reward/dropped": float(self.num_dropped),
+            "faults/reward_failures": float(len(self.failed)),
+        }
 
 
 class ExperienceMaker:
@@ -39,6 +47,7 @@ class ExperienceMaker:
         tokenizer: Tokenizer,
         scorer: Scorer,
         on_error: str,
+        error_value: float,
         reward: RoleGroups,
         rank: int,
         job_group: dist.ProcessGroup,
@@ -48,6 +57,7 @@ class ExperienceMaker:
         self._reward, self._rank, self._device = reward, rank, device
         self._engine, self._engines = engine, list(engines)
         self._tokenizer, self._scorer, self._on_error = tokenizer, scorer, on_error
+        self._error_value = error_value
         self._group, self._ledger = job_group, ledger
         self._replica = self._shard = 0
         if engine is not None:
@@ -71,17 +81,18 @@ class ExperienceMaker:
         with self._ledger.phase(f"{prefix}reward"):
             by_id = {row.prompt_id: row for row in rows}
             failed = self._score(batch, by_id=by_id)
-            dropped = gather_lists(failed, group=self._group)
+            failed = gather_lists(failed, group=self._group)
             table = self._rows(batch, by_id=by_id)
             kept = (~torch.isnan(batch.sample["rewards"])).nonzero()[:, 0]
             if len(kept) == 0:
                 raise UserError(
                     f"reward: none of the step's {len(batch)} samples could be scored; "
-                    f"the first: {dropped[0]}"
+                    f"the first: {failed[0]}"
                 )
-            if len(kept) < len(batch):
+            num_dropped = len(batch) - len(kept)
+            if num_dropped:
                 batch = batch.select(kept)
-        return Experience(batch=batch, rows=table, dropped=dropped)
+        return Experience(batch=batch, rows=table, failed=failed, num_dropped=num_dropped)
 
     def _generate(
         self, rows: Sequence[PromptRow], *, sampling: SamplingParameters, step: int
@@ -118,7 +129,9 @@ class ExperienceMaker:
                     messages=row.messages,
                 )
             )
-        scores = score_batch(samples, scorer=self._scorer, on_error=self._on_error)
+        scores = score_batch(
+            samples, scorer=self._scorer, on_error=self._on_error, error_value=self._error_value
+        )
         rewards = torch.zeros(len(batch), device=self._device)
         rewards[list(mine)] = scores.rewards.to(self._device)
         dist.all_reduce(rewards, group=self._group)

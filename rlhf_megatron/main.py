@@ -87,6 +87,7 @@ def train(config: Config) -> int:
         from rlhf_megatron.distributed.seeds import seed_everything
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
+        from rlhf_megatron.phase_limits import position_of
         from rlhf_megatron.resume import find_resume_point
         from rlhf_megatron.run_folder import open_run_folder
         from rlhf_megatron.stopping import RunStopped, StopAgreement, StopSignals, slurm_time_limit
@@ -94,7 +95,7 @@ def train(config: Config) -> int:
 
         signals = StopSignals()
         ledger = PhaseLedger(rank=context.rank, device=context.device)
-        channel.current_phase = ledger.describe_position
+        channel.position = lambda: position_of(ledger, config=config)
         point = find_resume_point(config, context=context)
         if context.rank == 0:
             open_run_folder(config, point=point)

@@ -5,8 +5,10 @@ and normalisers are those of the whole batch whatever the layouts of the roles, 
 the mini-batches to its own data-parallel ranks.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,11 +38,45 @@ MiniBatch = list[int]
 """Sample numbers of one optimizer step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One of a role's updates within a step."""
+
+    role: str
+    """actor or critic."""
+    number: int
+    """From 1."""
+    count: int
+    """How many the step has."""
+    batch: RaggedBatch
+    """Its mini-batch."""
+
+
+class UpdateGuard(Protocol):
+    """Decides, on all ranks alike, which updates are taken."""
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether it has to see the gradient's norm."""
+
+    def takes(self, result: StepResult, *, update: Update) -> bool: ...
+
+
+class NoGuard:
+    """Takes every update."""
+
+    wants_norm = False
+
+    def takes(self, result: StepResult, *, update: Update) -> bool:
+        return True
+
+
 @dataclass
 class UpdateReport:
     """What a role's updates of one step did."""
 
     steps: list[StepResult] = field(default_factory=list)
+    """Those that were taken."""
     mini_batches: list[MiniBatch] = field(default_factory=list)
     """The samples of each optimizer step that was taken."""
     stopped_early: bool = False
@@ -71,8 +107,10 @@ class PpoStep:
         temperature: float,
         max_response_tokens: int,
         seed: int,
+        guard: UpdateGuard | None = None,
     ) -> None:
         self._config = config
+        self._guard = guard or NoGuard()
         self.actor, self.critic, self.ref = actor, critic, ref
         self._temperature = temperature
         self._max_response_tokens = max_response_tokens
@@ -220,7 +258,7 @@ class PpoStep:
             )
 
         return self._update(
-            self.critic,
+            "critic",
             batch,
             plan=plan,
             fields=VALUE_FIELDS,
@@ -263,7 +301,7 @@ class PpoStep:
         fields += ("importance_weights",) if weighted else ()
         target_kl = self._config.target_kl
         return self._update(
-            self.actor,
+            "actor",
             batch,
             plan=plan,
             fields=fields,
@@ -274,7 +312,7 @@ class PpoStep:
 
     def _update(
         self,
-        engine: ModelEngine,
+        role: str,
         batch: RaggedBatch,
         *,
         plan: Sequence[Sequence[MiniBatch]],
@@ -283,19 +321,31 @@ class PpoStep:
         learning_rate: float,
         stop: Callable[[StepResult], bool] = lambda _: False,
     ) -> UpdateReport:
+        engine = self.actor if role == "actor" else self.critic
         report = UpdateReport()
         tokens = torch.zeros(len(batch)).index_add_(
             0, batch.sample_of_response_token, (batch.response["loss_mask"] > 0).float()
         )
-        for mini in (mini for epoch in plan for mini in epoch):
-            if not tokens[mini].any():
-                continue  # all masked: a step would only follow momentum and weight decay
-            report.mini_batches.append(mini)
+        # A mini-batch that is all masked would only follow momentum and weight decay.
+        minis = [mini for epoch in plan for mini in epoch if tokens[mini].any()]
+        for number, mini in enumerate(minis, start=1):
+
+            def takes(result: StepResult, number: int = number, mini: MiniBatch = mini) -> bool:
+                update = Update(
+                    role=role, number=number, count=len(minis), batch=batch.select(mini)
+                )
+                return self._guard.takes(result, update=update)
+
             result = engine.train_step(
                 self._micro_batches(engine, batch, mini, fields=fields),
                 loss=loss,
                 learning_rate=learning_rate,
+                takes=takes,
+                with_norm=self._guard.wants_norm,
             )
+            if not result.updated:
+                continue
+            report.mini_batches.append(mini)
             report.steps.append(result)
             if stop(result):
                 report.stopped_early = True
@@ -360,6 +410,6 @@ def score_metrics(batch: RaggedBatch) -> dict[str, float]:
 def update_kl_controller(
     controller: KlController, *, metrics: dict[str, float], num_samples: int
 ) -> None:
-    """Steer beta by the step's mean KL, where there is one."""
-    if "kl/mean" in metrics:
+    """Steer beta by the step's mean KL, where there is one, and it is a number."""
+    if math.isfinite(metrics.get("kl/mean", math.nan)):
         controller.update(metrics["kl/mean"], num_samples=num_samples)

@@ -15,6 +15,7 @@ from rlhf_megatron import assembly, checks
 from rlhf_megatron.algorithms.kl import kl_controller
 from rlhf_megatron.algorithms.schedule import learning_rate
 from rlhf_megatron.architectures import read_architectures
+from rlhf_megatron.bad_steps import BadSteps, check_weights
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.checkpointing import Checkpointer
@@ -154,6 +155,7 @@ class Trainer:
             tokenizer=data.tokenizer,
             scorer=scorer,
             on_error=config.reward.on_error,
+            error_value=config.reward.error_value,
             reward=groups.reward,
             rank=context.rank,
             job_group=self.job,
@@ -169,6 +171,14 @@ class Trainer:
                 max_response_tokens=config.rollout.max_response_tokens,
                 stop_token_ids=stops,
             )
+        self.bad_steps = BadSteps(
+            config.faults,
+            output_dir=self.folder,
+            rank=context.rank,
+            group=self.job,
+            say=self.say,
+            check_weights=self._check_weights,
+        )
         self.ppo = PpoStep(
             config.ppo,
             actor=self.actor,
@@ -177,6 +187,7 @@ class Trainer:
             temperature=config.rollout.temperature,
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.run.seed,
+            guard=self.bad_steps,
         )
         self.kl = kl_controller(config.ppo.kl)
         self.throughput = Throughput(config, architectures=architectures, context=context)
@@ -238,7 +249,12 @@ class Trainer:
         run = RunState(
             roles={"actor": self.actor, "critic": self.critic},
             ref=self.ref if ref_is_lost else None,
-            parts={"loader": self.loader, "kl": self.kl, "evaluations": self.evaluations},
+            parts={
+                "loader": self.loader,
+                "kl": self.kl,
+                "evaluations": self.evaluations,
+                "bad_steps": self.bad_steps,
+            },
         )
         return Checkpointer(
             config,
@@ -253,6 +269,7 @@ class Trainer:
         """One PPO step; the metrics of all but its times and memory."""
         config, phase = self.config, self.ledger.phase
         self.ledger.start_step(step)
+        self.bad_steps.step_begins(step)
         experience = self.maker.run(self.loader.next_step(), sampling=self.sampling, step=step)
         self.weights.sleep()
         batch = experience.batch
@@ -269,8 +286,11 @@ class Trainer:
         with phase("value"):
             values = self.ppo.values(batch, plan=plan[0])
             batch.response["values"] = values["values"]
-        metrics = score_metrics(batch) | {"reward/dropped": float(len(experience.dropped))}
-        metrics |= self._check_agreement(batch, step=step)
+        metrics = score_metrics(batch) | experience.metrics()
+        if self.bad_steps.accepts(batch, last_values=values["last"]):
+            metrics |= self._check_agreement(batch, step=step)
+        else:
+            plan = []  # no update
         with phase("advantage"):
             metrics["kl/coef"] = self.kl.coefficient
             metrics |= self.ppo.advantages(
@@ -293,8 +313,11 @@ class Trainer:
                 "ppo/optimizer_steps": float(len(actor.steps)),
             }
             update_kl_controller(self.kl, metrics=metrics, num_samples=len(batch))
-        # Before weights that are spoilt reach the engines.
+        metrics |= self.bad_steps.step_ends()
+        # Before weights that are spoilt reach the engines or a checkpoint.
         checks.check_finite(metrics, names=FINITE_METRICS)
+        if config.faults.check_weights:
+            self._check_weights(f"after the updates of step {step}", with_ref=False)
         metrics |= self._sync_after(step).metrics()
         self._show_responses(experience, step=step)
         work = self.throughput.work(
@@ -312,6 +335,13 @@ class Trainer:
         if is_first and report.steps:
             checks.check_first_update(report.steps[0], precision=self.config.actor.precision)
         return report
+
+    def _check_weights(self, when: str, *, with_ref: bool = True) -> None:
+        """Raises JobError on all ranks where weights are not finite."""
+        roles = {"actor": self.actor, "critic": self.critic}
+        if with_ref and self.ref is not None:
+            roles["ref"] = self.ref
+        check_weights(roles, group=self.job, device=self.context.device, when=when)
 
     def _check_agreement(self, batch: RaggedBatch, *, step: int) -> dict[str, float]:
         precision = self.config.actor.precision
@@ -398,6 +428,8 @@ class Trainer:
         with self.ledger.phase("warmup"):
             for step in range(1, config.steps + 1):
                 loss = warmup.step()
+                self.ledger.go_on()
+                checks.check_finite({"loss": loss}, names=("loss",))
                 self._stop_early()
                 if step == 1 or step % max(config.steps // 5, 1) == 0:
                     self.say(f"  warm-up step {step}: loss {loss:.4f}")

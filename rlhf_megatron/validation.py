@@ -13,6 +13,7 @@ from pathlib import Path
 from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import ConfigError
+from rlhf_megatron.faults_config import refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
@@ -84,6 +85,7 @@ def validate(config: Config, *, world_size: int) -> list[str]:
         *_optimizer(config.actor.optimizer, role="actor"),
         *_optimizer(config.critic.optimizer, role="critic"),
         *_reward(config),
+        *refused_phase_limits(config.faults.phase_limits),
     ]
     return problems
 

@@ -4,8 +4,9 @@ Every method is collective over the role's ranks. Results come back the same on 
 job, through one sum over `job_group` in which each value is contributed once.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlhf_megatron.engine.microbatch import MicroBatch, equal_micro_batches
 from rlhf_megatron.engine.optimizer import (
     as_float,
     build_optimizer,
+    gradients_are_finite,
     in_model_precision,
     set_rates,
     wrap_for_training,
@@ -45,13 +47,19 @@ class LossResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step."""
+    """One optimizer step, or the gradient for it. The same on every rank of the job."""
 
     grad_norm: float
+    """Before clipping. Of a gradient that is not taken: NaN where none was computed."""
     updated: bool
     metrics: dict[str, float]
     """Of the whole mini-batch: sum / count of each name, and the maxima."""
+    nonfinite_rank: int = -1
+    """A rank in whose share of the gradient is NaN, infinity, or a square that is; -1: none."""
 
+
+Judgement = Callable[[StepResult], bool]
+"""Whether a gradient is to be taken, by what all ranks know of it, so that all decide alike."""
 
 LossFunction = Callable[[Tensor, MicroBatch], LossResult]
 """(the model's output [T, H or 1], micro-batch) -> loss, on the last pipeline stage."""
@@ -152,9 +160,19 @@ class ModelEngine:
         return {name: buffer.cpu() for name, buffer in buffers.items()}
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], *, loss: LossFunction, learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        loss: LossFunction,
+        learning_rate: float,
+        takes: Judgement | None = None,
+        with_norm: bool = False,
     ) -> StepResult:
-        """Accumulate gradients over the micro-batches, clip, and take one optimizer step."""
+        """Accumulate gradients over the micro-batches, clip, and take one optimizer step.
+
+        Where `takes` is given and refuses the gradient, weights and optimizer stay as they are.
+        It sees the gradient's norm only `with_norm`, which costs an all-reduce of one number.
+        """
         assert self.optimizer is not None and self.optimizer_config is not None
         collected: list[LossResult] = []
 
@@ -170,6 +188,18 @@ class ModelEngine:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(micro_batches, weighed, forward_only=False)
+        with self.model.groups.active():
+            # As the optimizer's step begins; done twice it does the same.
+            self.optimizer.prepare_grads()
+            metrics, nonfinite_rank = self._agree(
+                collected, grads_are_finite=gradients_are_finite(self.optimizer)
+            )
+            norm = as_float(self.optimizer.get_grad_norm()) if with_norm else math.nan
+        found = StepResult(
+            grad_norm=norm, updated=False, metrics=metrics, nonfinite_rank=nonfinite_rank
+        )
+        if takes is not None and not takes(found):
+            return found
         set_rates(
             self.optimizer,
             learning_rate=learning_rate,
@@ -177,11 +207,23 @@ class ModelEngine:
         )
         with self.model.groups.active():
             updated, grad_norm, _ = self.optimizer.step()
-        return StepResult(
-            grad_norm=as_float(grad_norm),
-            updated=bool(updated),
-            metrics=self._global_metrics(collected),
-        )
+        return replace(found, grad_norm=as_float(grad_norm), updated=bool(updated))
+
+    def nonfinite_weights(self) -> list[str]:
+        """The parameters of this rank that hold NaN or infinity, with how many. Not collective."""
+        parameters = {n: p for n, p in self.model.parameters().items() if p.numel() > 0}
+        if not parameters:
+            return []
+        # One pass without a copy, as NaN goes into both extremes; one wait for the device.
+        extremes = [torch.stack(torch.aminmax(p.detach())) for p in parameters.values()]
+        finite = [torch.isfinite(e).all() for e in extremes]
+        return [
+            f"{name} ({int((~torch.isfinite(p)).sum())} of {p.numel()} values)"
+            for (name, p), is_finite in zip(
+                parameters.items(), torch.stack(finite).tolist(), strict=True
+            )
+            if not is_finite
+        ]
 
     def _run(
         self,
@@ -220,8 +262,11 @@ class ModelEngine:
                 **_pipeline_options(self.model),
             )
 
-    def _global_metrics(self, collected: Sequence[LossResult]) -> dict[str, float]:
-        """Add the metrics up over micro-batches and replicas; they are known on the last stage."""
+    def _agree(
+        self, collected: Sequence[LossResult], *, grads_are_finite: bool
+    ) -> tuple[dict[str, float], int]:
+        """The metrics added up over micro-batches and replicas, where only the last stage knows
+        them; and a rank whose gradients are not finite, or -1."""
         groups = self.model.groups
         contributes = groups.is_last_stage and groups.coordinates.tp == 0
         shared: list[Any] = [None]
@@ -231,7 +276,8 @@ class ModelEngine:
         dist.broadcast_object_list(shared, src=source, group=self.job_group)
         sum_names, maximum_names = shared[0]
         sums = torch.zeros(len(sum_names), 2, dtype=torch.float64, device=self.device)
-        maxima = torch.zeros(len(maximum_names), dtype=torch.float64, device=self.device)
+        maxima = torch.zeros(len(maximum_names) + 1, dtype=torch.float64, device=self.device)
+        maxima[-1] = -1 if grads_are_finite else dist.get_rank()
         for result in collected if contributes else ():
             for row, name in enumerate(sum_names):
                 sums[row] += result.sums[name]
@@ -240,7 +286,8 @@ class ModelEngine:
         dist.all_reduce(sums, group=self.job_group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.job_group)
         means = {n: s / max(c, 1.0) for n, (s, c) in zip(sum_names, sums.tolist(), strict=True)}
-        return means | dict(zip(maximum_names, maxima.tolist(), strict=True))
+        *largest, nonfinite_rank = maxima.tolist()
+        return means | dict(zip(maximum_names, largest, strict=True)), int(nonfinite_rank)
 
 
 def _last_stage_loss(

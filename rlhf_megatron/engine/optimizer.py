@@ -15,6 +15,9 @@ from megatron.core.transformer.module import Float16Module
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.models.config import OptimizerConfig
 
+LARGEST_NORM = 1e15
+"""Of one rank's gradient: its square, summed over any number of ranks, is within float32."""
+
 
 def in_model_precision(model: RoleModel) -> list[Any]:
     """The chunks as the schedules run them: wrapped where activations are bf16."""
@@ -70,6 +73,25 @@ def set_rates(optimizer: Any, *, learning_rate: float, weight_decay: float) -> N
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def gradients_are_finite(optimizer: Any) -> bool:
+    """Of this rank's share, once `prepare_grads` has run. Also False where the sum of squares over
+    all ranks would be infinite: clipping would make such a gradient 0.
+
+    Megatron-Core 0.16 to 0.19 look for NaN only where a loss scale is in use (fp16), or end the
+    process (DistributedDataParallelConfig.check_for_nan_in_grad); the norm alone does not tell, as
+    it leaves out what tensor-parallel ranks hold alike.
+    """
+    gradients = [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    if not gradients:
+        return True
+    return bool(torch.nn.utils.get_total_norm(gradients) < LARGEST_NORM)  # NaN is not
 
 
 def as_float(value: Any) -> float:

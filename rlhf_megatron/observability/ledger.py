@@ -183,6 +183,9 @@ class PhaseLedger:
         """time.monotonic() of the last entry into a phase."""
         self.last_phase: str | None = None
         """Name of the phase that ended last."""
+        self.progress = 0
+        """Rises where a phase begins or ends, and with `go_on`: the same on all ranks that have
+        come equally far."""
         self.listeners: list[PhaseListener] = []
         self.communication = CommunicationLedger()
         self._inside = False
@@ -208,6 +211,7 @@ class PhaseLedger:
         entry = memory_use(self._device)
         self.phase_started_seconds = time.monotonic()
         self.current_phase = name
+        self.progress += 1
         self._inside = True
         try:
             for listener in self.listeners:
@@ -219,8 +223,13 @@ class PhaseLedger:
             seconds = time.monotonic() - self.phase_started_seconds
             record = self._record(name, seconds=seconds, least_peak_gb=entry.peak_gb)
         self.current_phase, self.last_phase = None, name
+        self.progress += 1
         for listener in self.listeners:
             listener.phase_exited(record)
+
+    def go_on(self) -> None:
+        """Within a long phase: its next part begins, and the time limit of a phase anew."""
+        self.progress += 1
 
     def describe_position(self) -> str:
         """Where this rank is, for a message: "rollout of step 3", "step 3, after rollout"."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.rewards.score import ScoringInput
+from rlhf_megatron.rewards.time_limit import time_limit
 
 RewardFunction = Callable[..., Any]
 
@@ -55,16 +56,21 @@ def check_arguments(function: RewardFunction, *, spec: str, fields: Iterable[str
 
 @dataclass(frozen=True)
 class FunctionScorer:
-    """Calls the function once a sample; what it raises takes the place of the score."""
+    """Calls the function once a sample; what it raises takes the place of the score, and so does
+    TimeoutError where it takes longer than `timeout_seconds` (0: no limit)."""
 
     function: RewardFunction
+    timeout_seconds: float = 0.0
 
     def __call__(self, samples: Sequence[ScoringInput]) -> list[Any]:
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: ScoringInput) -> Any:
         try:
-            return self.function(prompt=sample.prompt, response=sample.response, **sample.fields)
+            with time_limit(self.timeout_seconds):
+                return self.function(
+                    prompt=sample.prompt, response=sample.response, **sample.fields
+                )
         except Exception as error:  # user code: score_batch names the sample and decides
             return error
 

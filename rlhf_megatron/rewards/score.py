@@ -57,18 +57,23 @@ class Scores:
     """Scores of N samples."""
 
     rewards: Tensor
-    """Float32 [N] on the CPU; NaN where scoring failed."""
+    """Float32 [N] on the CPU; NaN where a sample is dropped."""
 
     failed: list[ScoringFailure]
 
 
 def score_batch(
-    samples: Sequence[ScoringInput], *, scorer: Scorer, on_error: str = "stop"
+    samples: Sequence[ScoringInput],
+    *,
+    scorer: Scorer,
+    on_error: str = "stop",
+    error_value: float = 0.0,
 ) -> Scores:
     """Score all samples.
 
     A usable score is a finite number: bool, int, float, a NumPy number, a tensor or array without
-    dimensions. on_error (reward.on_error): "stop" or "drop" those that have none.
+    dimensions. on_error (reward.on_error): "stop" or "drop" where there is none, or take
+    `error_value` ("value").
 
     Raises UserError under "stop", naming the first sample that failed, why, and its response.
     """
@@ -92,8 +97,11 @@ def score_batch(
         count = "1 response has" if len(failed) == 1 else f"{len(failed)} responses have"
         raise UserError(
             f"reward: {count} no score; {failed[0]}; "
-            "mend the reward, or set reward.on_error=drop to leave such samples out"
+            "mend the reward, or set reward.on_error=drop to leave such samples out, or value to "
+            "give them reward.error_value"
         )
+    if failed and on_error == "value":
+        rewards[torch.isnan(rewards)] = error_value
     return Scores(rewards=rewards, failed=failed)
 
 

@@ -85,6 +85,11 @@ class RolloutConfig:
     """What the engine gives up between rollouts on a GPU: 0 nothing, 1 (default) weights to host
     and KV cache dropped, 2 both dropped. No effect on a CPU."""
 
+    timeout_seconds: float = number(0.0, minimum=0)
+    """A rollout that takes longer ends the run, with a message that names the rank and what it was
+    at: an engine in the same process cannot be interrupted and used again. 0 (default): the limit
+    is faults.phase_limit_seconds, as for every phase."""
+
     weight_update: str = choice("auto", "reload")
     """How new weights reach the engine. auto (default): written in place, or through vLLM's own
     reload where the engine lays its weights out in a way of its own (quantised and some mixture

@@ -1,7 +1,9 @@
 """Rewards: functions, models, and what becomes of a sample without a score."""
 
 import math
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,3 +334,43 @@ def test_a_file_that_fails_leaves_no_module_behind(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="importing it raised RuntimeError: no"):
         load_reward_function(f"{path}:score")
     assert "reward_file_rewards" not in sys.modules
+
+
+def slow_on_b(*, prompt: str, response: str, **fields) -> float:
+    if response == "b":
+        try:
+            time.sleep(30.0)
+        except Exception:  # no handler of the user's may swallow the limit
+            return 5.0
+    return 1.0
+
+
+def test_a_function_that_takes_too_long_is_interrupted_and_counts_as_failed():
+    started = time.monotonic()
+    scorer = FunctionScorer(slow_on_b, timeout_seconds=0.3)
+    scores = score_batch(inputs("a", "b", "c"), scorer=scorer, on_error="drop")
+    assert time.monotonic() - started < 20.0
+    assert [math.isnan(r) for r in scores.rewards.tolist()] == [False, True, False]
+    assert "took longer than reward.timeout_seconds=0.3" in str(scores.failed[0])
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_function_with_an_alarm_of_its_own_is_judged_when_it_is_over():
+    def own_alarm(*, prompt: str, response: str, **fields) -> float:
+        signal.alarm(0)
+        time.sleep(0.3)
+        return 1.0
+
+    scorer = FunctionScorer(own_alarm, timeout_seconds=0.1)
+    with pytest.raises(UserError, match=r"TimeoutError: took longer than reward.timeout_seconds"):
+        score_batch(inputs("a"), scorer=scorer)
+
+
+def test_failed_samples_may_get_a_value():
+    scores = score_batch(
+        inputs("a", "b"),
+        scorer=lambda _: [math.nan, 2.0],
+        on_error="value",
+        error_value=-1.0,
+    )
+    assert scores.rewards.tolist() == [-1.0, 2.0] and len(scores.failed) == 1

@@ -1,0 +1,49 @@
+"""A time limit for a call of the user's code."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+
+class _TooLong(BaseException):
+    """Not an Exception, so that the user's own handlers let it through."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError where the block takes longer, in the middle of it if it can be
+    interrupted: by SIGALRM, which Python heeds between two of its instructions and in its waits,
+    on the main thread alone. 0: no limit.
+
+    A block that sets an alarm of its own, or runs on another thread, is judged when it is over.
+    """
+    if seconds == 0:
+        yield
+        return
+    started = time.monotonic()
+    on_main = threading.current_thread() is threading.main_thread()
+    former = signal.signal(signal.SIGALRM, _interrupt) if on_main else None
+    try:
+        try:
+            if on_main:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+        finally:
+            if on_main:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except _TooLong:
+        late = True
+    else:
+        late = time.monotonic() - started > seconds
+    finally:
+        if on_main:
+            signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
+    if late:
+        raise TimeoutError(f"took longer than reward.timeout_seconds={seconds:g}")
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise _TooLong

@@ -1,0 +1,193 @@
+"""One rank of two raises, exits, hangs or is stopped, in each phase of a step: how the job ends.
+
+    python tests/faults/rank_faults.py --all
+
+prints, for each phase and kind, how long after the fault the other rank has ended, and the first
+line that it said. The limit of a phase is LIMIT_SECONDS. The fault is planted through a listener of
+the phase ledger, SECONDS_INTO_PHASE after it begins.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny_run import Job, make_files, preload, settings
+
+LIMIT_SECONDS = 30.0
+WITHIN_SECONDS = LIMIT_SECONDS + 15.0
+KINDS = ("raise", "exit", "stop", "hang")
+"""RuntimeError; os._exit; SIGSTOP to its own process; an endless wait in Python."""
+PHASES = (
+    ("evaluation_rollout", 0),
+    ("evaluation_reward", 0),
+    ("rollout", 1),
+    ("reward", 1),
+    ("sleep", 1),
+    ("log_prob", 1),
+    ("ref_log_prob", 1),
+    ("value", 1),
+    ("advantage", 1),
+    ("update_critic", 1),
+    ("update_actor", 1),
+    ("reshard", 1),
+    ("checkpoint", 1),
+)
+EXIT_CODE = 7
+SECONDS_INTO_PHASE = 1.5
+"""More than heartbeat.READ_SECONDS: the others have seen the phase begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFault:
+    """What happens to one rank."""
+
+    kind: str
+    phase: str
+    step: int
+    rank: int
+    note: Path
+    """Gets the time of the fault, in seconds since 1970."""
+
+    def install(self, rank: int) -> None:
+        """In the process of `rank`, before the program starts."""
+        if rank != self.rank:
+            return
+        from rlhf_megatron.observability.ledger import PhaseLedger
+
+        plain = PhaseLedger.__init__
+
+        def with_listener(ledger: Any, **options: Any) -> None:
+            plain(ledger, **options)
+            ledger.listeners.append(self)
+
+        PhaseLedger.__init__ = with_listener  # type: ignore[method-assign]
+
+    def phase_entered(self, *, step: int, phase: str) -> None:
+        if (step, phase) != (self.step, self.phase):
+            return
+        time.sleep(SECONDS_INTO_PHASE)
+        self.note.write_text(str(time.time()))
+        if self.kind == "raise":
+            raise RuntimeError("planted")
+        if self.kind == "exit":
+            os._exit(EXIT_CODE)
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3600)
+
+    def phase_exited(self, record: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a job with a fault has ended."""
+
+    codes: list[int]
+    seconds: float
+    """From the fault to the end of the last rank."""
+    text: str
+
+    @property
+    def first_line(self) -> str:
+        found = [line for line in self.text.splitlines() if line.startswith("error: ")]
+        return found[0] if found else ""
+
+    def problems(self, fault: RankFault) -> list[str]:
+        """What is not as it should be."""
+        others = [code for rank, code in enumerate(self.codes) if rank != fault.rank]
+        place = f"{fault.phase} of step {fault.step}"
+        cause = {
+            "raise": f"rank {fault.rank} failed in {place}: RuntimeError: planted",
+            "exit": f"rank {fault.rank} died in {place}: its process is gone",
+            "stop": f"rank {fault.rank} stopped responding in {place}: its process is stopped",
+            "hang": f"rank {fault.rank} hangs in {place}: for ",
+        }[fault.kind]
+        found = []
+        if others != [1]:
+            found.append(f"exit codes {self.codes}")
+        if not self.first_line.startswith(f"error: {cause}"):
+            found.append(f"does not begin with {cause!r}")
+        if self.text.count("error: ") != 1:
+            found.append("more than one error")
+        if self.seconds > WITHIN_SECONDS:
+            found.append(f"{self.seconds:.0f} s")
+        return found
+
+
+def run_with(fault: RankFault, *, files: Path, folder: Path, **changes: Any) -> Outcome:
+    """Two ranks, TP2, the hf engine, until they end."""
+    words = settings(
+        files,
+        output=folder / "run",
+        engine="hf",
+        warmup__steps=0,
+        run__steps=2,
+        faults__phase_limit_seconds=LIMIT_SECONDS,
+        distributed__timeout_seconds=300,
+        **{
+            f"{role}__parallel__pipeline_model_parallel_size": 1
+            for role in ("actor", "critic", "ref")
+        },
+        **changes,
+    )
+    job = Job(words, logs=folder / "logs", world_size=2, trigger=fault)  # type: ignore[arg-type]
+    codes = job.wait()
+    assert fault.note.exists(), f"the fault has not come\n{job.text()}"
+    seconds = time.time() - float(fault.note.read_text())
+    return Outcome(codes=codes, seconds=seconds, text=job.text())
+
+
+def faults(phases: Iterable[tuple[str, int]], *, kinds: Iterable[str], folder: Path) -> Any:
+    """Each kind in each phase, of rank 0 and rank 1 in turn."""
+    for index, (phase, step) in enumerate(phases):
+        for number, kind in enumerate(kinds):
+            yield RankFault(
+                kind=kind,
+                phase=phase,
+                step=step,
+                rank=(index + number) % 2,
+                note=folder / f"{phase}_{kind}",
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every phase (default: rollout)")
+    parser.add_argument("--phase", action="append", help="only this phase; may be repeated")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind")
+    options = parser.parse_args()
+    wanted = options.phase or ([name for name, _ in PHASES] if options.all else ["rollout"])
+    preload("hf")
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="rank_faults_") as name:
+        folder = Path(name)
+        make_files(folder / "files")
+        print(f"limit of a phase: {LIMIT_SECONDS:.0f} s\n")
+        print("| phase | kind | rank | seconds to the end | first line |\n|---|---|---|---|---|")
+        phases = [(phase, step) for phase, step in PHASES if phase in wanted]
+        for fault in faults(phases, kinds=options.kind or KINDS, folder=folder):
+            outcome = run_with(fault, files=folder / "files", folder=folder / "job")
+            problems = outcome.problems(fault)
+            failed += bool(problems)
+            print(
+                f"| {fault.phase} | {fault.kind} | {fault.rank} | {outcome.seconds:.1f} | "
+                f"{outcome.first_line} {'; '.join(['', *problems])}|",
+                flush=True,
+            )
+            if problems:
+                print(outcome.text, file=sys.stderr, flush=True)
+            shutil.rmtree(folder / "job")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
