@@ -100,11 +100,14 @@ def _by_tensor(layouts: Layouts) -> dict[str, list[Owner]]:
 def _take_turns(
     held: Mapping[str, list[Owner]], wanted: Mapping[str, list[Owner]]
 ) -> Iterator[str]:
-    """The wanted tensors, those of each first holder in turn."""
+    """The wanted tensors, those of each first holder in turn, large ones first: small ones then
+    fill the gaps that these leave in the buckets."""
     queues: dict[int, list[str]] = {}
     for tensor in wanted:
         first = min((owner.ranks.ranks[0] for owner in held.get(tensor, [])), default=-1)
         queues.setdefault(first, []).append(tensor)
+    for queue in queues.values():
+        queue.sort(key=lambda tensor: -sum(owner.placement.box.numel for owner in wanted[tensor]))
     turns = chain.from_iterable(zip_longest(*(queues[first] for first in sorted(queues))))
     return (tensor for tensor in turns if tensor is not None)
 

@@ -97,7 +97,9 @@ def make_plan(
     everyone = sorted({*source, *target})
     listed = frozenset(everyone if ranks is None else ranks)
     builder = _Builder(
-        routes=Routes(everyone, node_of=node_of, listed=listed),
+        routes=Routes(
+            everyone, node_of=node_of, listed=listed, alike=_alike(everyone, source, target)
+        ),
         buckets=Buckets(everyone, bucket_bytes=bucket_bytes),
         itemsize_bytes=itemsize_bytes,
         bucket_bytes=bucket_bytes,
@@ -115,6 +117,15 @@ def make_plan(
         cross_node_bytes=cross_node_bytes,
         minimum_bytes=bytes_minimum(source, target, itemsize_bytes=itemsize_bytes, away=away),
     )
+
+
+def _alike(everyone: Sequence[int], source: Layouts, target: Layouts) -> dict[int, int]:
+    """Per rank, the first rank with the same layouts: it receives the same bytes in each bucket."""
+    first: dict[tuple[int, int], int] = {}
+    return {
+        rank: first.setdefault((id(source.get(rank)), id(target.get(rank))), rank)
+        for rank in everyone
+    }
 
 
 class _Builder:

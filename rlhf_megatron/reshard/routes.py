@@ -4,7 +4,7 @@ NumPy arrays over the senders of a piece: with thousands of ranks, a Python loop
 take most of the planner's time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,7 +39,7 @@ class Delivery:
         local: frozenset[int],
         routes: Sequence[Route],
         listed: frozenset[int],
-        taker_row: int,
+        taker_rows: Sequence[int],
     ) -> None:
         self.local = local
         """Takers that hold it themselves, of the listed ranks."""
@@ -49,11 +49,11 @@ class Delivery:
         self.listed = [route for route in routes if listed & {*route.senders, *route.takers}]
         """Routes with a rank whose transfers are listed."""
         ranks = sorted({rank for route in routes for rank in route.senders})
-        self.rows: Integers = np.array([*ranks, taker_row], dtype=np.int64)
-        """The senders of all routes, ascending, and the row that stands for the takers."""
+        self.rows: Integers = np.array([*ranks, *taker_rows], dtype=np.int64)
+        """The senders of all routes, ascending, and the rows that stand for the takers."""
         self.fixed_loads: Integers = np.zeros(len(self.rows), dtype=np.int64)
         """How often each of `rows` sends a piece where there is no choice, or receives it."""
-        self.fixed_loads[-1] = 1
+        self.fixed_loads[len(ranks) :] = 1
         self.free: list[tuple[Route, Integers]] = []
         """Routes with a choice, and where their senders stand in `rows`."""
         for route in routes:
@@ -76,7 +76,7 @@ class Choice:
     """Who sends one piece."""
 
     rows: Integers
-    """The senders, then the row of the takers."""
+    """The senders, then the rows of the takers."""
     times: Integers
     """How often each sends it; then 1, since each taker receives it once."""
     orders: dict[Route, Integers]
@@ -95,12 +95,14 @@ class Routes:
         *,
         node_of: Callable[[int], int],
         listed: frozenset[int],
+        alike: Mapping[int, int],
     ) -> None:
-        self._listed = listed
+        """alike: per rank, the first of the ranks that hold and take the same as it."""
+        self._listed, self._alike = listed, alike
         self._num_ranks = max(everyone, default=0) + 1
         self._moved: Integers = np.zeros(2 * self._num_ranks, dtype=np.int64)
-        """Bytes that each rank sends, then those that each class of takers receives, at the place
-        of its first rank."""
+        """Bytes that each rank sends, then those that each of the ranks alike receives, at the
+        place of the first of them."""
         self._node = {rank: node_of(rank) for rank in everyone}
         self._known: dict[tuple[RankClass, ...], Delivery] = {}
 
@@ -159,7 +161,9 @@ class Routes:
             local=local & self._listed,
             routes=routes,
             listed=self._listed,
-            taker_row=self._num_ranks + takers[0],
+            taker_rows=sorted(
+                {self._num_ranks + self._alike[rank] for rank in set(takers) - local}
+            ),
         )
 
 
