@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_run import Job, make_files, preload, settings
+from tiny_run import Job, listen_to_phases, make_files, preload, settings
 
 LIMIT_SECONDS = 30.0
 WITHIN_SECONDS = LIMIT_SECONDS + 15.0
@@ -58,17 +58,8 @@ class RankFault:
 
     def install(self, rank: int) -> None:
         """In the process of `rank`, before the program starts."""
-        if rank != self.rank:
-            return
-        from rlhf_megatron.observability.ledger import PhaseLedger
-
-        plain = PhaseLedger.__init__
-
-        def with_listener(ledger: Any, **options: Any) -> None:
-            plain(ledger, **options)
-            ledger.listeners.append(self)
-
-        PhaseLedger.__init__ = with_listener  # type: ignore[method-assign]
+        if rank == self.rank:
+            listen_to_phases(self)
 
     def phase_entered(self, *, step: int, phase: str) -> None:
         if (step, phase) != (self.step, self.phase):

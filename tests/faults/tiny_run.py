@@ -127,6 +127,19 @@ def settings(files: Path, *, output: Path, engine: str = ENGINE, **changes: Any)
     return ["--config", str(files / "config.yaml"), *overrides]
 
 
+def listen_to_phases(listener: Any) -> None:
+    """Add a PhaseListener to the ledgers that this process will make."""
+    from rlhf_megatron.observability.ledger import PhaseLedger
+
+    plain = PhaseLedger.__init__
+
+    def with_listener(ledger: Any, **options: Any) -> None:
+        plain(ledger, **options)
+        ledger.listeners.append(listener)
+
+    PhaseLedger.__init__ = with_listener  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trigger:
     """Something that happens on one rank as it enters a phase."""
@@ -140,17 +153,8 @@ class Trigger:
 
     def install(self, rank: int) -> None:
         """In the process of `rank`, before the program starts."""
-        if rank != self.rank:
-            return
-        from rlhf_megatron.observability.ledger import PhaseLedger
-
-        plain = PhaseLedger.__init__
-
-        def with_listener(ledger: Any, **options: Any) -> None:
-            plain(ledger, **options)
-            ledger.listeners.append(self)
-
-        PhaseLedger.__init__ = with_listener  # type: ignore[method-assign]
+        if rank == self.rank:
+            listen_to_phases(self)
 
     def phase_entered(self, *, step: int, phase: str) -> None:
         if (step, phase) == (self.step, self.phase):
