@@ -20,6 +20,8 @@ from rlhf_megatron.reshard.execute import Resharder
 from rlhf_megatron.reshard.plan import make_plan
 
 CPU = torch.device("cpu")
+DIRECT_BYTES = 256
+"""So that these small models send both messages of one strip and packed ones."""
 BUCKET_BYTES = 8192
 
 
@@ -139,7 +141,7 @@ def sync_all(rank, pair):
         target = {name: torch.zeros(shape) for name, shape in shapes_of(wanted).items()}
         stats = Resharder(
             plan, rank=rank, group=dist.group.WORLD, source=source, target=target,
-            dtype=torch.float32, device=CPU,
+            dtype=torch.float32, device=CPU, direct_bytes=DIRECT_BYTES,
         ).run()  # fmt: skip
         shapes = {t.name: t.shape for t in tensors}
         whole = gathered(source_layouts, own=source, shapes=shapes)
