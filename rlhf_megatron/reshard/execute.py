@@ -216,6 +216,7 @@ class Resharder:
         addresses = [tensor.data_ptr() for tensor in (*source.values(), *target.values())]
         if self._bound is None or self._bound.addresses != addresses:
             self._check(source, target=target)
+            self._buffers = []  # what needs packing may have changed
             self._bound = _Bound(
                 addresses,
                 copies=[
