@@ -51,34 +51,44 @@ class Killer:
 
     def kill_and_resume(self, number: int, *, in_save: bool) -> Kill:
         """Raises AssertionError where the resumed run differs from the unbroken one."""
-        name = f"run_{number}"
-        words = self._words(name, asynchronous=number % 2 == 0)
+        run = self._folder / f"run_{number}"
+        words = self.words(run, asynchronous=number % 2 == 0)
         kill = None
         while kill is None:  # a run may end before its moment comes
-            shutil.rmtree(self._folder / name, ignore_errors=True)
-            kill = self._kill(number, words=words, in_save=in_save)
-        logs = self._folder / f"{name}_resumed"
-        run_to_the_end(words, logs=logs)
-        assert_same_run(self._folder / name, expected=self._folder / "whole")
+            shutil.rmtree(run, ignore_errors=True)
+            moment = self._random.uniform(0.2, self._whole_seconds)
+            skipped = self._random.randrange(4) if in_save else None
+            kill = self.kill(run, words=words, number=number, moment=moment, skip_saves=skipped)
+        run_to_the_end(words, logs=self._folder / f"run_{number}_resumed")
+        assert_same_run(run, expected=self._folder / "whole")
         return kill
 
-    def _words(self, name: str, *, asynchronous: bool) -> list[str]:
+    def words(self, run: Path, *, asynchronous: bool) -> list[str]:
+        """The command line of the run in a folder."""
         # overwrite: a run that is killed before its first checkpoint begins anew.
         return settings(
             self._folder,
-            output=self._folder / name,
+            output=run,
             engine=self._engine,
             run__overwrite=True,
             checkpoint__asynchronous=asynchronous,
         )
 
-    def _kill(self, number: int, *, words: list[str], in_save: bool) -> Kill | None:
-        run = self._folder / f"run_{number}"
-        job = Job(words, logs=self._folder / f"run_{number}_killed")
-        moment = self._random.uniform(0.2, self._whole_seconds)
-        if in_save:
-            skipped = self._random.randrange(4)
-            self._wait_for_save(job, run=run, skip=skipped)
+    def kill(
+        self,
+        run: Path,
+        *,
+        words: list[str],
+        number: int,
+        moment: float = 0.0,
+        skip_saves: int | None = None,
+    ) -> Kill | None:
+        """Start the run in a folder and kill it in the save after `skip_saves` others; where that
+        is None, `moment` seconds after the start. None where it, or the save, ended before."""
+        former = _unfinished_saves(run)
+        job = Job(words, logs=run.with_name(f"{run.name}_killed"))
+        if skip_saves is not None:
+            self._wait_for_save(job, run=run, former=former, skip=skip_saves)
             time.sleep(self._random.uniform(0, LONGEST_SAVE_SECONDS))
         else:
             while job.running and time.monotonic() - job.started < moment:
@@ -86,21 +96,24 @@ class Killer:
         was_running = job.running
         seconds = time.monotonic() - job.started
         job.kill()
-        if not was_running:
-            return None
-        left = list((run / "checkpoints").glob("step_*.tmp-*"))
-        if in_save and not left:
+        in_save = bool(_unfinished_saves(run) - former)
+        if not was_running or (skip_saves is not None and not in_save):
             return None
         metrics = run / "metrics.jsonl"
         steps = metrics.read_text().count("\n") if metrics.exists() else 0
-        return Kill(number, bool(left), steps, seconds)
+        return Kill(number, in_save, steps, seconds)
 
-    def _wait_for_save(self, job: Job, *, run: Path, skip: int) -> None:
+    def _wait_for_save(self, job: Job, *, run: Path, former: set[str], skip: int) -> None:
         """Until the save after `skip` others has begun."""
         seen: set[str] = set()
         while job.running and len(seen) <= skip:
-            seen |= {path.name for path in (run / "checkpoints").glob("step_*.tmp-*")}
+            seen |= _unfinished_saves(run) - former
             time.sleep(POLL_SECONDS)
+
+
+def _unfinished_saves(run: Path) -> set[str]:
+    """Names of checkpoints that are being written, or were when the run was killed."""
+    return {path.name for path in (run / "checkpoints").glob("step_*.tmp-*")}
 
 
 def make_whole(folder: Path, *, engine: str) -> float:
