@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,12 +44,19 @@ def test_a_run_killed_three_times_is_the_one_that_never_was(files, unbroken, tmp
 @pytest.mark.skipif(ENGINE == "vllm", reason="the others do it")
 def test_a_run_with_vllm_killed_in_a_save_is_the_one_that_never_was():
     """In processes forked from one that has imported vLLM, apart from the other tests'."""
-    words = ["--engine", "vllm", "--kills", "1", "--in-save", "1", "--seed", str(SEED)]
-    done = subprocess.run(
+    words = ["--engine", "vllm", "--small", "--kills", "1", "--in-save", "1", "--seed", str(SEED)]
+    process = subprocess.Popen(
         [sys.executable, "tests/faults/kill_runs.py", *words],
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "vllm: 1 of 1 killed runs resumed bit-equal, 1 of them killed in a save" in done.stdout
+    try:
+        said, _ = process.communicate()
+    finally:
+        with suppress(ProcessLookupError):  # all of them are gone, unless this was interrupted
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said
+    assert "vllm: 1 of 1 killed runs resumed bit-equal, 1 of them killed in a save" in said
