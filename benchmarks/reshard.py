@@ -26,13 +26,13 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from memory_peak import MemoryPeak
 
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.launcher import launch
@@ -50,7 +50,6 @@ from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
 
 DTYPE = torch.bfloat16
 PAIRS = ("tp2,pp4>tp2", "tp4,pp2>tp4", "tp2,pp2,dp2>tp4", "tp1,pp4,dp2>tp2")
-SAMPLE_SECONDS = 0.01
 PERIOD, LONGEST_ROW = 1 << 20, 1 << 15
 LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 """Of each collective that measures the link."""
@@ -151,39 +150,6 @@ def empty_tensors(layout: RankLayout, *, device: torch.device) -> dict[str, torc
         old = shapes.get(p.parameter, stop)
         shapes[p.parameter] = [max(a, b) for a, b in zip(stop, old, strict=True)]
     return {name: torch.zeros(shape, dtype=DTYPE, device=device) for name, shape in shapes.items()}
-
-
-class MemoryPeak:
-    """The most that was allocated beyond the start. On a CPU anonymous memory, sampled."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
-            return
-        self._before = self._peak = _anonymous_bytes()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._before
-        self._stop.set()
-        self._thread.join()
-        return self._peak - self._before
-
-    def _watch(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self._peak = max(self._peak, _anonymous_bytes())
-
-
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    return 0
 
 
 def planned(
@@ -359,7 +325,9 @@ def _rounds(ways: list[Way], *, rounds: int, group, device: torch.device) -> dic
         dist.barrier(group=group)
         peak = MemoryPeak(device)
         mine = way.run()
-        memory[way.name] = _over_ranks(peak.bytes(), dist.ReduceOp.MAX, group, device)
+        memory[way.name] = _over_ranks(
+            peak.stop() - peak.before_bytes, dist.ReduceOp.MAX, group, device
+        )
         received[way.name] = int(_over_ranks(mine, dist.ReduceOp.SUM, group, device))
         way.check()
     for number in range(rounds):

@@ -16,14 +16,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlhf_megatron.distributed.config import DistributedConfig
-from rlhf_megatron.launcher import launch
-from rlhf_megatron.ranks import run_ranks
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "engine"), str(ROOT)]
 
-if TYPE_CHECKING:
-    from rlhf_megatron.distributed.start import DistributedContext
+from synced_actor import CPU, build_synced, new_factory  # noqa: E402
+
+from rlhf_megatron.distributed.config import DistributedConfig  # noqa: E402
+from rlhf_megatron.launcher import launch  # noqa: E402
+from rlhf_megatron.layout.parallel import ParallelLayout  # noqa: E402
+from rlhf_megatron.ranks import run_ranks  # noqa: E402
+from rlhf_megatron.rollout.config import RolloutConfig  # noqa: E402
+from rlhf_megatron.rollout.contract import Prompt, SamplingParameters  # noqa: E402
 
 RANKS = (0, 1)
 RESPONSE_TOKENS = 24
@@ -55,63 +59,23 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-def measure(context: "DistributedContext", *, options: argparse.Namespace) -> None:
-    """One rank; rank 0 writes every rank's memory after each round."""
+def measure(rank: int, *, model: Path, syncs: int, weight_update: str) -> list[int]:
+    """One rank's resident bytes after each round."""
     import torch
-    import torch.distributed as dist
 
-    from rlhf_megatron.distributed.groups import GroupFactory, build_role_groups
-    from rlhf_megatron.layout.architecture import read_architecture
-    from rlhf_megatron.layout.parallel import ParallelLayout
-    from rlhf_megatron.layout.vllm import vllm_layouts
-    from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.reshard.config import ReshardConfig
-    from rlhf_megatron.rollout.config import RolloutConfig
-    from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
-    from rlhf_megatron.rollout.factory import build_engine
-    from rlhf_megatron.rollout.vllm_fit import level_group_count
     from rlhf_megatron.rollout.worlds import make_engine_groups
-    from rlhf_megatron.weight_sync import WeightSync
 
-    arch = read_architecture(options.model)
-    factory = GroupFactory(timeout_seconds=context.timeout_seconds, backend=context.backend)
-    groups = build_role_groups("actor", layout=ParallelLayout(RANKS, 1, 2), factory=factory)
-    assert groups is not None
-    actor = build_model(
-        arch,
-        head="lm",
-        groups=groups,
-        precision="fp32",
-        layer_spec_name="local",
-        device=context.device,
-        seed=1,
-    )
-    (group,) = make_engine_groups([RANKS], device=context.device)
-    engine = build_engine(
-        "vllm",
-        model_dir=options.model,
-        config=RolloutConfig(
-            tensor_parallel_size=2, max_num_seqs=16, weight_update=options.weight_update
-        ),
-        ranks=RANKS,
-        replica=0,
-        group=group,
-        dtype="float32",
-        run_seed=1,
-        max_model_len=128,
-        device=context.device,
-    )
-    level_group_count()
-    sync = WeightSync(
-        actor,
-        engine=engine,
-        engine_layouts=vllm_layouts(arch, engines=[RANKS]),
-        dtype=torch.float32,
-        config=ReshardConfig(bucket_mb=4, verify="first"),
-        rank=context.rank,
-        job_group=context.job_group,
-        device=context.device,
-        node_of=context.node_of,
+    factory = new_factory()
+    synced = build_synced(
+        rank,
+        directory=model,
+        layout=ParallelLayout(RANKS, 1, 2),
+        engines=[RANKS],
+        engine_groups=make_engine_groups([RANKS], device=CPU),
+        factory=factory,
+        config=RolloutConfig(tensor_parallel_size=2, max_num_seqs=16, weight_update=weight_update),
+        bucket_mb=4,
+        verify="first",
     )
     sampling = SamplingParameters(
         temperature=1.0,
@@ -123,19 +87,37 @@ def measure(context: "DistributedContext", *, options: argparse.Namespace) -> No
         Prompt(prompt_id=i, token_ids=tuple(3 + (j * 7) % 3000 for j in range(length)))
         for i, length in enumerate(PROMPT_TOKENS)
     ]
-    memory, start = [], time.perf_counter()
-    for version in range(options.syncs):
+    memory = []
+    for version in range(syncs):
         with torch.no_grad():
-            for parameter in actor.parameters().values():
+            for parameter in synced.actor.parameters().values():
                 parameter.mul_(1.001 if version % 2 else 0.999)
-        sync.run(version=version)
-        engine.generate(prompts, sampling=sampling, step=version)
+        synced.sync.run(version=version)
+        synced.engine.generate(prompts, sampling=sampling, step=version)
         memory.append(resident_bytes())
-    found: list[list[int]] = [[] for _ in RANKS]
-    dist.all_gather_object(found, memory)
-    if context.rank == 0:
-        result = {"seconds": time.perf_counter() - start, "resident_bytes": found}
-        options.result.write_text(json.dumps(result))
+    return memory
+
+
+def measure_rank(options: argparse.Namespace) -> int:
+    """One rank of the benchmark; rank 0 writes what all have measured."""
+
+    def body(context: object, channel: object) -> None:
+        import torch.distributed as dist
+
+        start = time.perf_counter()
+        memory = measure(
+            dist.get_rank(),
+            model=options.model,
+            syncs=options.syncs,
+            weight_update=options.weight_update,
+        )
+        found: list[list[int]] = [[] for _ in RANKS]
+        dist.all_gather_object(found, memory)
+        if dist.get_rank() == 0:
+            result = {"seconds": time.perf_counter() - start, "resident_bytes": found}
+            options.result.write_text(json.dumps(result))
+
+    return run_ranks(body, config=DistributedConfig(device="cpu"))
 
 
 def report(result: dict, *, options: argparse.Namespace) -> int:
@@ -180,10 +162,7 @@ def main() -> int:
     if not 0 < options.warmup < options.syncs:
         parser.error("--warmup must be at least 1 and below --syncs")
     if options.result:
-        return run_ranks(
-            lambda context, _: measure(context, options=options),
-            config=DistributedConfig(device="cpu"),
-        )
+        return measure_rank(options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(SETTINGS))

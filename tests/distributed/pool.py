@@ -7,9 +7,10 @@ the tests' own process has.
 
 import os
 import pickle
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from rlhf_megatron.launcher import free_port
 
 TIMEOUT_SECONDS = 120.0
 HOST = "127.0.0.1"
@@ -37,7 +40,9 @@ _context.set_forkserver_preload(PRELOADED)
 class RankEnd:
     """How a process ended."""
 
-    exit_code: int
+    exit_code: int | None
+    """None where it had not ended in time."""
+    stdout: str
     stderr: str
     seconds: float
 
@@ -70,43 +75,80 @@ def run_ranks(
         _end(processes)
 
 
-def run_until_exit(
+def run_side_by_side(
     world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
+    calls: Mapping[Any, tuple],
+    *,
     folder: Path,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> list[RankEnd]:
-    """Run fn(rank, *args) on each rank until its process ends by itself, in whatever way.
+) -> dict[Any, list[RankEnd]]:
+    """For each (fn, *args): run fn(rank, *args) on ranks of its own until their processes end by
+    themselves, in whatever way. All at once: they should mostly wait.
 
-    What they print to stderr goes through `folder`. Raises AssertionError, naming the ranks that
-    have not ended in time; all processes are gone afterwards.
+    What they print goes through `folder`. All processes are gone afterwards.
     """
-    store, begin = _new_store(), time.monotonic()
-    call = pickle.dumps((fn, args))
-    files = [folder / f"stderr_{rank}" for rank in range(world_size)]
-    processes = [
-        _context.Process(target=_run_to_its_end, args=(file, rank, world_size, store.port, call))
-        for rank, file in enumerate(files)
-    ]
-    seconds: dict[int, float] = {}
+    stores = [_new_store() for _ in calls]
+    ranks = {
+        (key, rank): _start(
+            _run_to_its_end,
+            folder / f"{number}_{rank}",
+            (rank, world_size, stores[number].port, pickle.dumps((fn, args))),
+        )
+        for number, (key, (fn, *args)) in enumerate(calls.items())
+        for rank in range(world_size)
+    }
+    ends = _ends_of(ranks, timeout_seconds=timeout_seconds)
+    return {key: [ends[key, rank] for rank in range(world_size)] for key in calls}
+
+
+def run_program(words: Sequence[str], *, world_size: int, folder: Path) -> list[RankEnd]:
+    """The training program with these arguments on each rank, as its launcher starts it."""
+    port = free_port()
+    ranks = {
+        rank: _start(_run_program, folder / str(rank), (rank, world_size, port, list(words)))
+        for rank in range(world_size)
+    }
+    ends = _ends_of(ranks, timeout_seconds=TIMEOUT_SECONDS)
+    return [ends[rank] for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class _Started:
+    process: Any
+    files: Path
+    """Beginning of the names of those that take what it prints."""
+    at: float
+
+
+def _start(target: Callable[..., Any], files: Path, args: tuple) -> _Started:
+    for descriptor in (1, 2):
+        _printed_file(files, descriptor).touch()
+    process = _context.Process(target=target, args=(files, *args))
+    process.start()
+    return _Started(process, files, time.monotonic())
+
+
+def _ends_of(ranks: Mapping[Any, _Started], *, timeout_seconds: float) -> dict[Any, RankEnd]:
+    """Wait for all; those that have not ended in time are ended."""
+    deadline = time.monotonic() + timeout_seconds
+    seconds: dict[Any, float] = {}
     try:
-        for process in processes:
-            process.start()
-        while len(seconds) < world_size:
-            running = {p.sentinel: rank for rank, p in enumerate(processes) if rank not in seconds}
-            left = begin + timeout_seconds - time.monotonic()
-            ended = connection.wait(list(running), timeout=max(left, 0))
-            assert ended, f"ranks {sorted(running.values())} go on after {timeout_seconds} s"
-            seconds |= {running[sentinel]: time.monotonic() - begin for sentinel in ended}
-        for process in processes:
-            process.join()
-        return [
-            RankEnd(int(process.exitcode), file.read_text(), seconds[rank])
-            for rank, (process, file) in enumerate(zip(processes, files, strict=True))
-        ]
+        while left := {r.process.sentinel: key for key, r in ranks.items() if key not in seconds}:
+            ended = connection.wait(list(left), timeout=max(deadline - time.monotonic(), 0))
+            if not ended:
+                break
+            for key in (left[sentinel] for sentinel in ended):
+                seconds[key] = time.monotonic() - ranks[key].at
     finally:
-        _end(processes)
+        _end([r.process for r in ranks.values()])
+    return {
+        key: RankEnd(
+            int(r.process.exitcode) if key in seconds else None,
+            *(_printed_file(r.files, descriptor).read_text() for descriptor in (1, 2)),
+            seconds.get(key, timeout_seconds),
+        )
+        for key, r in ranks.items()
+    }
 
 
 def _new_store() -> dist.TCPStore:
@@ -153,16 +195,36 @@ def _give_result(pipe: Any, rank: int, world_size: int, port: int, call: bytes) 
     time.sleep(TIMEOUT_SECONDS)
 
 
-def _run_to_its_end(file: Path, rank: int, world_size: int, port: int, call: bytes) -> None:
-    stderr = os.open(file, os.O_WRONLY | os.O_CREAT)
-    os.dup2(stderr, 2)
+def _run_to_its_end(files: Path, rank: int, world_size: int, port: int, call: bytes) -> None:
+    _redirect(files)
     fn, args = pickle.loads(call)
     _join(rank, world_size=world_size, port=port)
     fn(rank, *args)
 
 
-def _join(rank: int, *, world_size: int, port: int) -> None:
-    """Become a rank of a gloo world on the CPU."""
+def _run_program(files: Path, rank: int, world_size: int, port: int, words: list[str]) -> None:
+    _redirect(files)
+    _set_environment(rank, world_size=world_size, port=port)
+    torch.set_num_threads(1)
+    from rlhf_megatron.main import main
+
+    code = main(words)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _redirect(files: Path) -> None:
+    for descriptor in (1, 2):
+        file = os.open(_printed_file(files, descriptor), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+
+
+def _printed_file(files: Path, descriptor: int) -> Path:
+    return files.with_name(f"{files.name}_{descriptor}.txt")
+
+
+def _set_environment(rank: int, *, world_size: int, port: int) -> None:
+    """As a launcher does."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -172,6 +234,11 @@ def _join(rank: int, *, world_size: int, port: int) -> None:
         "MASTER_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": "",  # these tests are of the CPU also where there is a GPU
     }
+
+
+def _join(rank: int, *, world_size: int, port: int) -> None:
+    """Become a rank of a gloo world on the CPU."""
+    _set_environment(rank, world_size=world_size, port=port)
     torch.set_num_threads(1)
     from rlhf_megatron.distributed.cpu_platform import use_cpu_in_place_of_cuda
 

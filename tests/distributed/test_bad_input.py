@@ -1,14 +1,17 @@
-"""Bad input end to end: two ranks of the real program, one message, exit code 2, no traceback."""
+"""Bad input end to end: two ranks of the real program, one message, exit code 2, no traceback.
+
+Most cases fork the ranks; some go through the console command and its launcher.
+"""
 
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from pool import run_program
 from tiny_tokenizer import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +39,8 @@ def files(tmp_path_factory):
     return folder
 
 
-def run(files, output, overrides, *, num_processes=2):
+def words_of(files, output, overrides) -> list[str]:
+    """The command line of one step."""
     settings = {
         "run.output_dir": output,
         "run.steps": 1,
@@ -55,20 +59,28 @@ def run(files, output, overrides, *, num_processes=2):
     } | overrides
     config = files / "config.yaml"
     config.write_text("run:\n  name: bad input\n")
-    words = [f"{key}={value}" for key, value in settings.items()]
-    started = time.monotonic()
+    return ["--config", str(config), *(f"{key}={value}" for key, value in settings.items())]
+
+
+def run_command(words):
+    """As a user starts it on one node: the exit code, and what was said on stderr."""
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "rlhf_megatron.cli", "train"),
-            *("--nproc-per-node", str(num_processes), "--config", str(config), *words),
-        ],
+        [sys.executable, "-m", "rlhf_megatron.cli", "train", "--nproc-per-node", "2", *words],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,
     )
-    return done, time.monotonic() - started
+    return done.returncode, done.stderr
+
+
+def run_forked(words, folder):
+    """The same of forked ranks, which must end alike."""
+    ends = run_program(words, world_size=2, folder=folder)
+    said = "".join(end.stderr for end in ends)
+    (code,) = {end.exit_code for end in ends}
+    return code, said
 
 
 CASES = {
@@ -123,11 +135,12 @@ def test_bad_input_is_one_message_and_exit_code_2(files, tmp_path, name):
         save_tiny_model(files / "three_heads", num_attention_heads=3, num_key_value_heads=3)
     for word, place in places.items():
         overrides = {k: str(v).replace(word, place) for k, v in overrides.items()}
-    done, _ = run(files, tmp_path / "run", overrides)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("error: ") == 1, done.stderr
-    message = done.stderr[done.stderr.index("error: ") :]
+    words = words_of(files, tmp_path / "run", overrides)
+    code, said = run_command(words) if name == "unknown key" else run_forked(words, tmp_path)
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert said.count("error: ") == 1, said
+    message = said[said.index("error: ") :]
     for phrase in phrases:
         assert phrase in message, message
 
@@ -140,10 +153,11 @@ def test_a_fault_of_the_program_ends_all_ranks_with_that_rank_and_its_traceback(
         "    if dist.get_rank() == 1:\n        raise Stop('rank one had enough')\n"
         "    return 1.0\n"
     )
-    done, _ = run(files, tmp_path / "run", {"reward.function": f"{files}/rewards_exit.py:reward"})
-    assert done.returncode == 1, done.stderr
-    assert "error: rank 1 failed in reward of step 1: Stop: rank one had enough" in done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") == 1
+    function = {"reward.function": f"{files}/rewards_exit.py:reward"}
+    code, said = run_command(words_of(files, tmp_path / "run", function))
+    assert code == 1, said
+    assert "error: rank 1 failed in reward of step 1: Stop: rank one had enough" in said
+    assert said.count("Traceback (most recent call last)") == 1
 
 
 def test_rewards_that_fail_can_be_dropped_and_counted(files, tmp_path):
@@ -157,8 +171,8 @@ def test_rewards_that_fail_can_be_dropped_and_counted(files, tmp_path):
         "rollout.prompts_per_step": 8,
         "ppo.mini_batch_samples": 8,
     }
-    done, _ = run(files, tmp_path / "run", overrides)
-    assert done.returncode == 0, done.stderr
+    code, said = run_forked(words_of(files, tmp_path / "run", overrides), tmp_path)
+    assert code == 0, said
     (line,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     metrics = json.loads(line)
     assert metrics["reward/dropped"] == 1

@@ -3,8 +3,9 @@
 import os
 import time
 
+import pytest
 import torch.distributed as dist
-from pool import run_until_exit
+from pool import run_side_by_side
 
 from rlhf_megatron.distributed.failure import FailureChannel
 from rlhf_megatron.errors import UserError
@@ -54,43 +55,61 @@ def messages(ends, text: str) -> list[int]:
     return [end.stderr.count(text) for end in ends]
 
 
-def test_a_users_error_is_said_once_by_rank_0(tmp_path):
-    ends = run_until_exit(3, job, {1: 0.0}, UserError, folder=tmp_path)
+CALLS = {
+    "user's error": (job, {1: 0.0}, UserError),
+    "exception": (job, {2: 0.0}, RuntimeError),
+    "user's error of rank 0": (job, {0: 0.0}, UserError, True),
+    "exception of rank 0": (job, {0: 0.0}, RuntimeError, True),
+    "two": (job, {2: 0.0, 1: 0.4}, UserError),
+    "all": (job, {0: 0.0, 1: 0.0, 2: 0.0}, UserError),
+    "none": (finished,),
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Of all jobs, which run at once."""
+    return run_side_by_side(3, CALLS, folder=tmp_path_factory.mktemp("failure"))
+
+
+def test_a_users_error_is_said_once_by_rank_0(ends):
+    ends = ends["user's error"]
     assert [end.exit_code for end in ends] == [2, 2, 2]
     assert messages(ends, "trouble on 1") == [1, 0, 0]
     assert "error: trouble on 1\n" in ends[0].stderr
     assert messages(ends, "Traceback") == [0, 0, 0]
 
 
-def test_an_exception_is_said_with_its_rank_phase_and_traceback(tmp_path):
-    ends = run_until_exit(3, job, {2: 0.0}, RuntimeError, folder=tmp_path)
+def test_an_exception_is_said_with_its_rank_phase_and_traceback(ends):
+    ends = ends["exception"]
     assert [end.exit_code for end in ends] == [1, 1, 1]
     assert "rank 2 failed in phase_of_2: RuntimeError: trouble on 2" in ends[0].stderr
     assert messages(ends, "Traceback") == [1, 0, 0]
     assert messages(ends, 'raise kind(f"trouble on {rank}")') == [1, 0, 0]
 
 
-def test_rank_0_may_fail_itself_and_host_the_store(tmp_path):
-    for kind, exit_code in ((UserError, 2), (RuntimeError, 1)):
-        ends = run_until_exit(3, job, {0: 0.0}, kind, True, folder=tmp_path)
-        assert [end.exit_code for end in ends] == [exit_code] * 3
-        assert messages(ends, "error: ") == [1, 0, 0]
+@pytest.mark.parametrize(
+    ("name", "exit_code"), [("user's error of rank 0", 2), ("exception of rank 0", 1)]
+)
+def test_rank_0_may_fail_itself_and_host_the_store(ends, name, exit_code):
+    assert [end.exit_code for end in ends[name]] == [exit_code] * 3
+    assert messages(ends[name], "error: ") == [1, 0, 0]
 
 
-def test_of_two_failures_the_first_is_reported(tmp_path):
-    ends = run_until_exit(3, job, {2: 0.0, 1: 0.1}, UserError, folder=tmp_path)
+def test_of_two_failures_the_first_is_reported(ends):
+    ends = ends["two"]
     assert [end.exit_code for end in ends] == [2, 2, 2]
     assert messages(ends, "trouble on 2") == [1, 0, 0]
     assert messages(ends, "trouble on 1") == [0, 0, 0]
 
 
-def test_all_ranks_failing_alike_say_it_once(tmp_path):
-    ends = run_until_exit(3, job, {0: 0.0, 1: 0.0, 2: 0.0}, UserError, folder=tmp_path)
+def test_all_ranks_failing_alike_say_it_once(ends):
+    ends = ends["all"]
     assert [end.exit_code for end in ends] == [2, 2, 2]
     assert messages(ends, "trouble on") == [1, 0, 0]
 
 
-def test_a_job_that_ends_well_says_nothing(tmp_path):
-    ends = run_until_exit(3, finished, folder=tmp_path)
+def test_a_job_that_ends_well_says_nothing(ends):
+    ends = ends["none"]
     assert [end.exit_code for end in ends] == [0, 0, 0]
     assert messages(ends, "error") == [0, 0, 0]

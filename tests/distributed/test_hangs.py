@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from pool import run_until_exit
+from pool import run_side_by_side
 from test_failure import _host_a_store
 
 from rlhf_megatron.distributed.failure import FailureChannel
@@ -40,21 +40,42 @@ def work_for_ever(rank: int, victim: int, kind: str, is_host: bool) -> None:
     time.sleep(3600)
 
 
-@pytest.mark.parametrize(
-    ("victim", "kind", "is_host"),
-    [
-        (0, "stop", False),
-        (0, "stop", True),
-        (1, "stop", False),
-        (2, "stop", True),
-        (0, "hang", True),
-        (1, "hang", False),
-        (0, "gil", True),
-        (2, "gil", False),
-    ],
-)
-def test_the_rank_that_others_wait_for_is_named_once(tmp_path, victim, kind, is_host):
-    ends = run_until_exit(WORLD_SIZE, work_for_ever, victim, kind, is_host, folder=tmp_path)
+CASES = [
+    (0, "stop", False),
+    (0, "stop", True),
+    (1, "stop", False),
+    (2, "stop", True),
+    (0, "hang", True),
+    (1, "hang", False),
+    (0, "gil", True),
+    (2, "gil", False),
+]
+
+
+def wait_in_vain(rank: int) -> None:
+    """Rank 1 does not come to a collective that gives up before any limit is reached."""
+    channel = FailureChannel(rank=rank, world_size=WORLD_SIZE)
+    channel.position = lambda: Position("reshard of step 2", 3)
+    channel.start()
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    try:
+        if rank == 1:
+            time.sleep(3600)
+        dist.all_reduce(torch.ones(1), group=group)
+    except BaseException as error:
+        channel.report(error)
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Of all cases, which run at once: they wait."""
+    calls = {case: (work_for_ever, *case) for case in CASES} | {wait_in_vain: (wait_in_vain,)}
+    return run_side_by_side(WORLD_SIZE, calls, folder=tmp_path_factory.mktemp("hangs"))
+
+
+@pytest.mark.parametrize(("victim", "kind", "is_host"), CASES)
+def test_the_rank_that_others_wait_for_is_named_once(ends, victim, kind, is_host):
+    ends = ends[victim, kind, is_host]
     others = [rank for rank in range(WORLD_SIZE) if rank != victim]
     assert [ends[rank].exit_code for rank in others] == [1, 1]
     assert ends[victim].exit_code == (1 if kind == "hang" else -signal.SIGKILL)
@@ -72,22 +93,8 @@ def test_the_rank_that_others_wait_for_is_named_once(tmp_path, victim, kind, is_
         assert "waits in all_reduce" in said and "test_hangs.py" in said
 
 
-def wait_in_vain(rank: int) -> None:
-    """Rank 1 does not come to a collective that gives up before any limit is reached."""
-    channel = FailureChannel(rank=rank, world_size=WORLD_SIZE)
-    channel.position = lambda: Position("reshard of step 2", 3)
-    channel.start()
-    group = dist.new_group(timeout=timedelta(seconds=5))
-    try:
-        if rank == 1:
-            time.sleep(3600)
-        dist.all_reduce(torch.ones(1), group=group)
-    except BaseException as error:
-        channel.report(error)
-
-
-def test_the_first_message_is_the_cause_and_not_a_timeout(tmp_path):
-    ends = run_until_exit(WORLD_SIZE, wait_in_vain, folder=tmp_path)
+def test_the_first_message_is_the_cause_and_not_a_timeout(ends):
+    ends = ends[wait_in_vain]
     assert [end.exit_code for end in ends] == [1, 1, 1]
     said = "".join(end.stderr for end in ends)
     assert said.count("error: rank 1 hangs in reshard of step 2: for ") == 1, said

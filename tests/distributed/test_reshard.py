@@ -9,70 +9,25 @@ import torch
 import torch.distributed as dist
 import transformers
 from pool import run_ranks
+from small_reshards import (
+    ARCHITECTURES,
+    CPU,
+    filled,
+    full_state,
+    train_layouts,
+    verdict,
+    verify,
+)
 
 from rlhf_megatron.checkpoint import hf_write
 from rlhf_megatron.checkpoint.hf_read import load_hf_checkpoint
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture
+from rlhf_megatron.layout.architecture import read_architecture
 from rlhf_megatron.layout.boxes import Box
-from rlhf_megatron.layout.megatron import megatron_layouts
-from rlhf_megatron.layout.parallel import ParallelLayout
-from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.layout.vllm import vllm_layouts
 from rlhf_megatron.reshard.execute import Resharder
 from rlhf_megatron.reshard.plan import make_plan
-from rlhf_megatron.reshard.verify import fingerprint, verify_reshard
-
-CPU = torch.device("cpu")
-
-
-def small(**changes) -> ModelArchitecture:
-    numbers = {
-        "family": "llama", "num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 67,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    return ModelArchitecture(**(numbers | changes))
-
-
-ARCHITECTURES = {
-    "llama": small(),
-    "tied": small(tie_word_embeddings=True, num_key_value_heads=1),
-    "qwen2": small(family="qwen2", qkv_bias=True),
-}
-
-
-def full_state(arch, *, seed=0, head="lm"):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        t.name: torch.randn(t.shape, generator=generator) for t in logical_tensors(arch, head=head)
-    }
-
-
-def filled(layout, *, state, dtype):
-    """Parameters just large enough for the layout; NaN where state is None."""
-    shapes = {}
-    for p in layout:
-        stop = [o + n for o, n in zip(p.offset, p.box.shape, strict=True)]
-        shapes[p.parameter] = [
-            max(x) for x in zip(stop, shapes.get(p.parameter, stop), strict=True)
-        ]
-    parameters = {name: torch.full(s, float("nan"), dtype=dtype) for name, s in shapes.items()}
-    if state is not None:
-        for p in layout:
-            parameters[p.parameter][p.region(p.box)] = state[p.tensor][p.box.slices()].to(dtype)
-    return parameters
-
-
-def train_layouts(arch, *, tp, pp, dp=1, ranks=None, order=("tp", "dp", "pp"), head="lm"):
-    parallel = ParallelLayout(
-        ranks=tuple(range(tp * pp * dp)) if ranks is None else tuple(ranks),
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        data_parallel_size=dp,
-        order=order,
-    )
-    return megatron_layouts(arch, parallel=parallel, head=head, fused_norms=False)
+from rlhf_megatron.reshard.verify import fingerprint
 
 
 def sync(rank, name, source_layouts, engines, source_dtype, dtype):
@@ -105,19 +60,17 @@ def sync(rank, name, source_layouts, engines, source_dtype, dtype):
         rounded = {k: v.to(source_dtype) for k, v in state.items()}
         expected = filled(target_layouts.get(rank, ()), state=rounded, dtype=dtype)
         for parameter, value in expected.items():
-            assert torch.equal(target[parameter], value), (rank, parameter)
+            assert torch.equal(target[parameter], value), (name, rank, parameter)
         assert stats.bytes_received == stats.bytes_minimum == plan.minimum_bytes.get(rank, 0)
         assert stats.num_operations == plan.num_buckets
-        report = verify_reshard(
-            source_layouts,
-            target_layouts,
+        report = verify(
+            arch,
             rank=rank,
-            group=dist.group.WORLD,
+            source_layouts=source_layouts,
+            target_layouts=target_layouts,
             source=live,
             target=target,
-            shapes={t.name: t.shape for t in logical_tensors(arch, head="lm")},
             dtype=dtype,
-            device=CPU,
         )
         assert report.num_tensors == len(state)
     return stats.bytes_received
@@ -134,15 +87,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def sync_each(rank, case):
+    """Bytes received, by model."""
+    _, training, engines = CASES[case]
+    return {
+        name: sync(rank, name, train_layouts(arch, **training), engines, *[torch.float32] * 2)
+        for name, arch in ARCHITECTURES.items()
+    }
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_sync_equals_slices_of_the_whole_at_the_minimum(case, name):
-    world_size, training, engines = CASES[case]
-    source = train_layouts(ARCHITECTURES[name], **training)
-    received = run_ranks(world_size, sync, name, source, engines, torch.float32, torch.float32)
+def test_a_sync_equals_slices_of_the_whole_at_the_minimum(case):
+    world_size, _, engines = CASES[case]
+    results = run_ranks(world_size, sync_each, case)
     rolling = {rank for engine in engines for rank in engine}
-    assert all(received[rank] == 0 for rank in range(world_size) if rank not in rolling)
-    assert sum(received) > 0
+    for name in ARCHITECTURES:
+        received = [result[name] for result in results]
+        assert all(received[rank] == 0 for rank in range(world_size) if rank not in rolling)
+        assert sum(received) > 0
 
 
 @pytest.mark.parametrize(
@@ -174,39 +136,35 @@ def faulty(rank, fault):
         )
     if fault == "one bit" and rank == 2:
         target["model.norm.weight"].view(torch.int32)[3] ^= 1
-    try:
-        verify_reshard(
-            source_layouts,
-            target_layouts,
-            rank=rank,
-            group=dist.group.WORLD,
-            source=source,
-            target=target,
-            shapes={t.name: t.shape for t in logical_tensors(arch, head="lm")},
-            dtype=torch.float32,
-            device=CPU,
-        )
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return verdict(
+        arch,
+        rank=rank,
+        source_layouts=source_layouts,
+        target_layouts=target_layouts,
+        source=source,
+        target=target,
+    )
 
 
-@pytest.mark.parametrize(
-    ("fault", "named", "ranks"),
-    [
-        ("shift", "model.layers.2.self_attn.o_proj.weight: the target", "rank 1 differs"),
-        ("skip", "model.layers.3.mlp.down_proj.weight: the target", "rank 2, 3 differs"),
-        ("stale", "model.embed_tokens.weight: the target", "rank 3 differs"),
-        ("one bit", "model.norm.weight: the target", "rank 2 differs"),
-        ("none", "", ""),
-    ],
-)
-def test_verification_names_tensor_and_rank(fault, named, ranks):
-    messages = run_ranks(4, faulty, fault)
-    assert len(set(messages)) == 1
-    if fault == "none":
-        assert messages[0] == ""
-    assert named in messages[0] and ranks in messages[0]
+FAULTS = {
+    "shift": ("model.layers.2.self_attn.o_proj.weight: the target", "rank 1 differs"),
+    "skip": ("model.layers.3.mlp.down_proj.weight: the target", "rank 2, 3 differs"),
+    "stale": ("model.embed_tokens.weight: the target", "rank 3 differs"),
+    "one bit": ("model.norm.weight: the target", "rank 2 differs"),
+    "none": ("", ""),
+}
+
+
+def all_faulty(rank):
+    return {fault: faulty(rank, fault) for fault in FAULTS}
+
+
+def test_verification_names_tensor_and_rank():
+    first, *others = run_ranks(4, all_faulty)
+    assert all(other == first for other in others)
+    for fault, (named, ranks) in FAULTS.items():
+        assert named in first[fault] and ranks in first[fault], fault
+    assert first["none"] == ""
 
 
 def test_fingerprints_of_disjoint_boxes_add_up_and_see_order_and_nan():

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from test_reshard import ARCHITECTURES, CPU, filled, full_state, train_layouts
+from small_reshards import ARCHITECTURES, CPU, filled, full_state, train_layouts, verdict
 
 from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.layout.vllm import vllm_layouts
 from rlhf_megatron.reshard.execute import Resharder
 from rlhf_megatron.reshard.plan import RankPlan, ReshardPlan, Transfer, make_plan
-from rlhf_megatron.reshard.verify import verify_reshard
 
 ENGINES = [(0, 1), (2, 3)]
 TRAINING = {"tp": 2, "pp": 1, "dp": 2}, {"tp": 2, "pp": 2, "dp": 1}
@@ -69,52 +68,56 @@ def sync_with(rank: int, fault: str) -> str:
         dtype=torch.float32,
         device=CPU,
     ).run()
-    try:
-        verify_reshard(
-            source_layouts,
-            target_layouts,
-            rank=rank,
-            group=dist.group.WORLD,
-            source=source,
-            target=target,
-            shapes={t.name: t.shape for t in logical_tensors(arch, head="lm")},
-            dtype=torch.float32,
-            device=CPU,
-        )
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return verdict(
+        arch,
+        rank=rank,
+        source_layouts=source_layouts,
+        target_layouts=target_layouts,
+        source=source,
+        target=target,
+    )
 
 
-def lines(fault: str) -> list[str]:
-    """What all ranks say alike, line by line."""
-    messages = run_ranks(4, sync_with, fault)
-    assert len(set(messages)) == 1
-    return messages[0].splitlines()[1:]
+FAULTS = ("shifted", "skipped", "stale", "none")
 
 
-def test_a_box_shifted_by_a_row():
-    assert lines("shifted") == [
+def sync_with_each(rank: int) -> dict[str, str]:
+    return {fault: sync_with(rank, fault) for fault in FAULTS}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What all ranks say alike of each fault."""
+    first, *others = run_ranks(4, sync_with_each)
+    assert all(other == first for other in others)
+    return first
+
+
+def lines(said: dict[str, str], fault: str) -> list[str]:
+    return said[fault].splitlines()[1:]
+
+
+def test_a_box_shifted_by_a_row(said):
+    assert lines(said, "shifted") == [
         "  - model.layers.2.mlp.up_proj.weight: the target side of rank 1 differs"
     ]
 
 
-def test_a_skipped_layer():
+def test_a_skipped_layer(said):
     arch = ARCHITECTURES["llama"]
     names = [t.name for t in logical_tensors(arch, head="lm") if ".layers.3." in t.name]
-    assert lines("skipped") == [
+    assert lines(said, "skipped") == [
         f"  - {name}: the target side of rank 0, 1, 2, 3 differs" for name in sorted(names)
     ]
 
 
-def test_a_rank_with_stale_weights():
+def test_a_rank_with_stale_weights(said):
     """Its copy of what rank 1 has too, and all that it gave to the engines."""
-    found = lines("stale")
+    found = lines(said, "stale")
     assert "  - lm_head.weight: the source side of rank 3 differs" in found
     assert "  - lm_head.weight: the target side of rank 3 differs" in found
     assert not any("rank 0" in line or "rank 1" in line for line in found)
 
 
-@pytest.mark.parametrize("fault", ["none"])
-def test_nothing_is_said_without_a_fault(fault):
-    assert run_ranks(4, sync_with, fault) == [""] * 4
+def test_nothing_is_said_without_a_fault(said):
+    assert said["none"] == ""

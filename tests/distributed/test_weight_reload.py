@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import run_ranks
-from test_reshard import ARCHITECTURES, CPU, filled, full_state, train_layouts
+from small_reshards import ARCHITECTURES, CPU, filled, full_state, train_layouts
 
 from rlhf_megatron.layout.boxes import LogicalTensor
 from rlhf_megatron.layout.tensors import logical_tensors

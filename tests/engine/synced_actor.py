@@ -1,4 +1,4 @@
-"""A Megatron actor on the ranks of a test, its engine, and the sync between them."""
+"""A Megatron actor on the ranks of a test or benchmark, its engine, and the sync between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +59,7 @@ def build_synced(
     config: RolloutConfig,
     max_model_len: int = 128,
     bucket_mb: float = 0.1,
+    verify: str = "always",
 ) -> Synced:
     """Collective over the job. `engine_groups`: of `make_engine_groups(engines)`."""
     from rlhf_megatron.distributed.groups import build_role_groups
@@ -106,7 +107,7 @@ def build_synced(
         engine=engine,
         engine_layouts=vllm_layouts(arch, engines=engines),
         dtype=torch.float32,
-        config=ReshardConfig(bucket_mb=bucket_mb, verify="always"),
+        config=ReshardConfig(bucket_mb=bucket_mb, verify=verify),
         rank=rank,
         job_group=dist.group.WORLD,
         device=CPU,

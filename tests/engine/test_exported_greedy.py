@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_ranks import run_ranks
 from synced_actor import CPU, build_synced, new_factory
 from tiny_models import EOS, KINDS, greedy_oracle, make_prompts, save_config
 from transformers import AutoModelForCausalLM
@@ -74,7 +73,7 @@ def exported_rank(rank: int, scratch: Path, *, tensor_parallel_size: int) -> dic
 
 @pytest.fixture(scope="module", params=CASES)
 def answers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks
 ) -> tuple[Path, list[dict[str, Any]]]:
     scratch = tmp_path_factory.mktemp("export")
     target = partial(exported_rank, tensor_parallel_size=request.param)

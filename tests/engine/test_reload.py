@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_ranks import run_ranks
 from synced_actor import CPU, build_synced, new_factory
 from tiny_models import EOS, KINDS, greedy_oracle, make_model, make_prompts, save_config
 
@@ -88,7 +87,7 @@ def failure_of_rank_1(rank: int, synced: Any) -> str:
 @pytest.mark.parametrize(
     ("packed", "kinds"), [(True, ["llama"]), (False, ["llama", "one_kv_head_tied", "qwen3"])]
 )
-def test_greedy_equals_transformers_after_each_reload(tmp_path, packed, kinds) -> None:
+def test_greedy_equals_transformers_after_each_reload(run_ranks, tmp_path, packed, kinds) -> None:
     target = partial(reloading_rank, packed=packed, kinds=kinds)
     results = run_ranks(target, world_size=2, scratch=tmp_path)
     for kind in kinds:

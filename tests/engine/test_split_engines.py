@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_ranks import run_ranks
 from synced_actor import CPU, build_synced, new_factory
 from tiny_models import EOS, KINDS, greedy_oracle, make_model, make_prompts, save_config
 
@@ -77,7 +76,7 @@ def sum_over_new_group(rank: int) -> float:
 # vLLM's groups belong to the process, so each placement has processes of its own.
 @pytest.fixture(scope="module", params=PLACEMENTS)
 def placed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks
 ) -> tuple[str, list[dict[str, Any]]]:
     target = partial(synced_rank, name=request.param)
     scratch = tmp_path_factory.mktemp("sync")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_ranks import run_ranks
 from torch.distributed import distributed_c10d
 
 from rlhf_megatron.rollout import vllm_fit
@@ -42,7 +41,7 @@ def world_rank(rank: int, scratch: Path) -> dict[str, Any]:
     }
 
 
-def test_an_engine_is_a_world_of_its_own(tmp_path: Path) -> None:
+def test_an_engine_is_a_world_of_its_own(run_ranks, tmp_path: Path) -> None:
     results = run_ranks(world_rank, world_size=3, scratch=tmp_path)
     assert [r.get("inside") for r in results] == [None, (0, 2), (1, 2)]
     assert [r.get("variables") for r in results] == [None, ["0", "2", "0"], ["1", "2", "1"]]

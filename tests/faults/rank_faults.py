@@ -3,26 +3,29 @@
     python tests/faults/rank_faults.py --all
 
 prints, for each phase and kind, how long after the fault the other rank has ended, and the first
-line that it said. The limit of a phase is LIMIT_SECONDS. The fault is planted through a listener of
-the phase ledger, SECONDS_INTO_PHASE after it begins.
+line that it said. The limit of a phase is LIMIT_SECONDS; the jobs mostly wait for it, so that some
+can run side by side (--at-once). The fault is planted through a listener of the phase ledger,
+SECONDS_INTO_PHASE after it begins.
 """
 
 import argparse
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_run import Job, listen_to_phases, make_files, preload, settings
+from tiny_run import LONGEST_SECONDS, Job, listen_to_phases, make_files, preload, settings
 
 LIMIT_SECONDS = 30.0
-WITHIN_SECONDS = LIMIT_SECONDS + 15.0
+SECONDS_BEYOND_LIMIT = 15.0
+"""Within which the job is over."""
 KINDS = ("raise", "exit", "stop", "hang")
 """RuntimeError; os._exit; SIGSTOP to its own process; an endless wait in Python."""
 PHASES = (
@@ -55,6 +58,10 @@ class RankFault:
     rank: int
     note: Path
     """Gets the time of the fault, in seconds since 1970."""
+    limit_seconds: float = LIMIT_SECONDS
+    """Of each phase of the job."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the job, with __ for dots."""
 
     def install(self, rank: int) -> None:
         """In the process of `rank`, before the program starts."""
@@ -84,8 +91,10 @@ class Outcome:
 
     codes: list[int]
     seconds: float
-    """From the fault to the end of the last rank."""
+    """From the fault to the end of the last rank; infinity where either has not come."""
     text: str
+    folder: Path
+    """Of the run."""
 
     @property
     def first_line(self) -> str:
@@ -109,35 +118,66 @@ class Outcome:
             found.append(f"does not begin with {cause!r}")
         if self.text.count("error: ") != 1:
             found.append("more than one error")
-        if self.seconds > WITHIN_SECONDS:
+        if self.seconds > fault.limit_seconds + SECONDS_BEYOND_LIMIT:
             found.append(f"{self.seconds:.0f} s")
         return found
 
 
-def run_with(fault: RankFault, *, files: Path, folder: Path, **changes: Any) -> Outcome:
-    """Two ranks, TP2, the hf engine, until they end."""
+def run_side_by_side(faults: Sequence[RankFault], *, files: Path, folder: Path) -> list[Outcome]:
+    """A job for each fault, all at once, until they end."""
+    jobs = [
+        _start(fault, files=files, folder=folder / str(number))
+        for number, fault in enumerate(faults)
+    ]
+    deadline = time.monotonic() + LONGEST_SECONDS
+    ends: dict[int, float] = {}
+    try:
+        while len(ends) < len(jobs) and time.monotonic() < deadline:
+            for number, job in enumerate(jobs):
+                if number not in ends and not job.alive:
+                    ends[number] = time.time()
+            time.sleep(0.05)
+    finally:
+        for job in jobs:
+            job.kill()
+    return [
+        _outcome(job, fault=fault, end=ends.get(number))
+        for number, (job, fault) in enumerate(zip(jobs, faults, strict=True))
+    ]
+
+
+def _start(fault: RankFault, *, files: Path, folder: Path) -> Job:
+    """Two ranks, TP2, the hf engine."""
     words = settings(
         files,
         output=folder / "run",
         engine="hf",
         warmup__steps=0,
         run__steps=2,
-        faults__phase_limit_seconds=LIMIT_SECONDS,
+        faults__phase_limit_seconds=fault.limit_seconds,
         distributed__timeout_seconds=300,
         **{
             f"{role}__parallel__pipeline_model_parallel_size": 1
             for role in ("actor", "critic", "ref")
         },
-        **changes,
+        **fault.settings,
     )
-    job = Job(words, logs=folder / "logs", world_size=2, trigger=fault)  # type: ignore[arg-type]
-    codes = job.wait()
-    assert fault.note.exists(), f"the fault has not come\n{job.text()}"
-    seconds = time.time() - float(fault.note.read_text())
-    return Outcome(codes=codes, seconds=seconds, text=job.text())
+    return Job(words, logs=folder / "logs", world_size=2, trigger=fault)  # type: ignore[arg-type]
 
 
-def faults(phases: Iterable[tuple[str, int]], *, kinds: Iterable[str], folder: Path) -> Any:
+def _outcome(job: Job, *, fault: RankFault, end: float | None) -> Outcome:
+    came = end is not None and fault.note.exists()
+    return Outcome(
+        codes=[int(process.exitcode or 0) for process in job.ranks],
+        seconds=end - float(fault.note.read_text()) if came else math.inf,
+        text=job.text(),
+        folder=job.logs.parent / "run",
+    )
+
+
+def faults(
+    phases: Iterable[tuple[str, int]], *, kinds: Iterable[str], folder: Path
+) -> Iterator[RankFault]:
     """Each kind in each phase, of rank 0 and rank 1 in turn."""
     for index, (phase, step) in enumerate(phases):
         for number, kind in enumerate(kinds):
@@ -150,11 +190,25 @@ def faults(phases: Iterable[tuple[str, int]], *, kinds: Iterable[str], folder: P
             )
 
 
+def show(outcome: Outcome, *, fault: RankFault) -> bool:
+    """Print the row of the table, and all that was said where something is wrong; whether so."""
+    problems = outcome.problems(fault)
+    print(
+        f"| {fault.phase} | {fault.kind} | {fault.rank} | {outcome.seconds:.1f} | "
+        f"{outcome.first_line} {'; '.join(['', *problems])}|",
+        flush=True,
+    )
+    if problems:
+        print(outcome.text, file=sys.stderr, flush=True)
+    return bool(problems)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every phase (default: rollout)")
     parser.add_argument("--phase", action="append", help="only this phase; may be repeated")
     parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs side by side (default: 1)")
     options = parser.parse_args()
     wanted = options.phase or ([name for name, _ in PHASES] if options.all else ["rollout"])
     preload("hf")
@@ -165,18 +219,13 @@ def main() -> int:
         print(f"limit of a phase: {LIMIT_SECONDS:.0f} s\n")
         print("| phase | kind | rank | seconds to the end | first line |\n|---|---|---|---|---|")
         phases = [(phase, step) for phase, step in PHASES if phase in wanted]
-        for fault in faults(phases, kinds=options.kind or KINDS, folder=folder):
-            outcome = run_with(fault, files=folder / "files", folder=folder / "job")
-            problems = outcome.problems(fault)
-            failed += bool(problems)
-            print(
-                f"| {fault.phase} | {fault.kind} | {fault.rank} | {outcome.seconds:.1f} | "
-                f"{outcome.first_line} {'; '.join(['', *problems])}|",
-                flush=True,
-            )
-            if problems:
-                print(outcome.text, file=sys.stderr, flush=True)
-            shutil.rmtree(folder / "job")
+        wanted_faults = list(faults(phases, kinds=options.kind or KINDS, folder=folder))
+        for first in range(0, len(wanted_faults), options.at_once):
+            some = wanted_faults[first : first + options.at_once]
+            outcomes = run_side_by_side(some, files=folder / "files", folder=folder / "jobs")
+            for fault, outcome in zip(some, outcomes, strict=True):
+                failed += show(outcome, fault=fault)
+            shutil.rmtree(folder / "jobs")
     return 1 if failed else 0
 
 

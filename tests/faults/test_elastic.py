@@ -22,6 +22,7 @@ def two_ranks(files, output):
         actor__parallel__pipeline_model_parallel_size=1,
         critic__parallel__pipeline_model_parallel_size=1,
         ref__parallel__pipeline_model_parallel_size=1,
+        run__steps=3,
     )
 
 

@@ -1,75 +1,87 @@
-"""Runs that are asked to stop: exit code 3, and the resumed run is the one that never stopped.
+"""A run that is asked to stop, in each way: exit code 3, and resumed it is the one that never was.
 
-By default a few phases and the hf engine; FAULTS=all takes every phase, FAULTS_ENGINE=vllm vLLM.
+By default in a few phases and with the hf engine; FAULTS=all takes every phase, FAULTS_ENGINE=vllm
+vLLM.
 """
 
 import os
 import signal
 import time
 
-import pytest
-from tiny_run import STEPS, Job, Trigger, assert_same_run, metrics, run_to_the_end, settings
+from tiny_run import Job, Trigger, assert_same_run, run_to_the_end, settings
 
+TERM, USR1 = (signal.SIGTERM,), (signal.SIGUSR1,)
 ALL = [
-    ("evaluation_rollout", 0),
-    ("rollout", 1),
-    ("reward", 1),
-    ("sleep", 2),
-    ("log_prob", 2),
-    ("ref_log_prob", 2),
-    ("value", 3),
-    ("advantage", 3),
-    ("update_critic", 3),
-    ("evaluation_reward", 4),
-    ("update_actor", 5),
+    ("evaluation_rollout", 0, TERM),
+    ("reshard", 1, USR1),
+    ("rollout", 3, TERM),
+    ("reward", 3, TERM),
+    ("sleep", 3, TERM),
+    ("log_prob", 3, TERM),
+    ("ref_log_prob", 3, TERM),
+    ("value", 3, TERM),
+    ("advantage", 3, TERM),
+    ("update_critic", 3, TERM),
+    ("evaluation_reward", 4, TERM),
+    ("update_actor", 5, TERM),
 ]
-FEW = [("evaluation_rollout", 0), ("log_prob", 2), ("update_actor", 4)]
+"""In the order in which one run comes to them; in step 3 it has left at once before (see below)."""
+FEW = [ALL[0], ALL[1], ("log_prob", 3, TERM), ("update_actor", 4, TERM)]
+STOPS = ALL if os.environ.get("FAULTS") == "all" else FEW
 WHOLE_STEPS = {"evaluation_reward", "update_critic", "update_actor", "reshard"}
 """Phases after whose beginning a step is finished."""
-SECONDS_TO_STOP = 30.0
+SLURM = {"SLURM_JOB_ID": "7"}
 
 
-def stop_and_resume(files, tmp_path, phases, number):
-    """Stop one run in each of the phases, one start after the other, and let it end at last."""
-    words = settings(files, output=tmp_path / "run", checkpoint__interval_steps=0)
-    for index, (phase, step) in enumerate(phases):
-        trigger = Trigger(phase=phase, step=step, rank=index % 4, signals=(number,))
-        job = Job(words, logs=tmp_path / f"stopped_{index}", trigger=trigger)
+def test_a_run_stopped_in_all_ways_ends_as_if_it_had_not_been(files, whole, tmp_path):
+    """Start after start of one run, each stopped elsewhere."""
+    run = tmp_path / "run"
+
+    def words(**changes):
+        return settings(files, output=run, **({"checkpoint__interval_steps": 0} | changes))
+
+    for index, (phase, step, signals) in enumerate(STOPS):
+        trigger = Trigger(phase=phase, step=step, rank=index % 4, signals=signals)
+        job = Job(words(), logs=tmp_path / f"stopped_{index}", trigger=trigger)
         codes = job.wait()
         assert codes == [3] * 4, f"{phase}: {codes}\n{job.text()}"
-        assert job.text().count("stopped by ") == 1
+        assert job.text().count("stopped by ") == 1, job.text()
         done = step if phase in WHOLE_STEPS or step == 0 else step - 1
-        marker = tmp_path / "run" / "checkpoints" / "latest"
-        assert marker.read_text() == f"step_{done:06d}\n", phase
-    run_to_the_end(words, logs=tmp_path / "end")
+        assert latest(run) == done, phase
+        if phase == "log_prob":
+            is_stopped_before_the_time_limit_of_slurm(words, logs=tmp_path / "slurm")
+            assert latest(run) == done
+        if phase == "reshard":
+            leaves_at_once_on_a_second_signal(words, logs=tmp_path / "twice", step=3)
+            assert latest(run) == 2
+    enough = words(checkpoint__stop_before_minutes=5)
+    run_to_the_end(enough, logs=tmp_path / "end", environment=slurm())
+    assert_same_run(run, expected=whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_stopped_in_its_phases_ends_as_if_it_had_not_been(files, whole, tmp_path, number):
-    phases = ALL if os.environ.get("FAULTS") == "all" else FEW
-    if number == signal.SIGUSR1:
-        phases = [("reshard", 2)]
-    stop_and_resume(files, tmp_path, phases, number)
-    assert_same_run(tmp_path / "run", expected=whole)
+def latest(run) -> int:
+    """The step of the checkpoint that the next start takes."""
+    return int((run / "checkpoints" / "latest").read_text().removeprefix("step_"))
 
 
-def test_a_second_signal_ends_at_once_and_the_last_checkpoint_stays(files, whole, tmp_path):
-    words = settings(files, output=tmp_path / "run", checkpoint__asynchronous="false")
-    trigger = Trigger(phase="update_actor", step=3, signals=(signal.SIGTERM, signal.SIGTERM))
-    job = Job(words, logs=tmp_path / "logs", trigger=trigger)
-    codes = job.wait()
-    assert codes == [1] * 4, job.text()
-    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_000002\n"
-    run_to_the_end(words, logs=tmp_path / "end")
-    assert_same_run(tmp_path / "run", expected=whole)
+def slurm() -> dict[str, str]:
+    """Of a job that Slurm will end in an hour."""
+    return SLURM | {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
 
 
-def test_before_the_time_limit_of_slurm_a_run_stops(files, tmp_path):
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
-    words = settings(files, output=tmp_path / "run", checkpoint__stop_before_minutes=59.9)
-    job = Job(words, logs=tmp_path / "logs", environment=slurm)
+def is_stopped_before_the_time_limit_of_slurm(words, *, logs):
+    job = Job(words(checkpoint__stop_before_minutes=59.9), logs=logs, environment=slurm())
     assert job.wait() == [3] * 4, job.text()
     assert "stopped by the job's time limit, 59." in job.text()
-    enough = settings(files, output=tmp_path / "run", checkpoint__stop_before_minutes=5)
-    run_to_the_end(enough, logs=tmp_path / "end", environment=slurm)
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+def leaves_at_once_on_a_second_signal(words, *, logs, step):
+    """In `step`; the interval has saved the one before."""
+    trigger = Trigger(phase="update_actor", step=step, signals=(signal.SIGTERM, signal.SIGTERM))
+    job = Job(
+        words(checkpoint__interval_steps=1, checkpoint__asynchronous="false"),
+        logs=logs,
+        trigger=trigger,
+    )
+    codes = job.wait()
+    assert codes == [1] * 4, job.text()

@@ -222,7 +222,13 @@ class Job:
 
     @property
     def running(self) -> bool:
+        """No rank has ended."""
         return all(process.is_alive() for process in self.ranks)
+
+    @property
+    def alive(self) -> bool:
+        """Some rank has not ended."""
+        return any(process.is_alive() for process in self.ranks)
 
     def text(self) -> str:
         """What the ranks printed."""
