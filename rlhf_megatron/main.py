@@ -96,12 +96,13 @@ def train(config: Config) -> int:
         signals = StopSignals()
         ledger = PhaseLedger(rank=context.rank, device=context.device)
         channel.position = lambda: position_of(ledger, config=config)
+        channel.hide = config.secrets.hide
         point = find_resume_point(config, context=context)
         if context.rank == 0:
             open_run_folder(config, point=point)
             print(describe_batch(config, world_size=context.world_size), flush=True)
         dist.barrier()
-        setup_logging(config.run.output_dir, rank=context.rank)
+        setup_logging(config.run.output_dir, rank=context.rank, hide=config.secrets.hide)
         stop = StopAgreement(
             signals=signals,
             time_limit=slurm_time_limit(stop_before_minutes=config.checkpoint.stop_before_minutes),
