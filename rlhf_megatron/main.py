@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rlhf_megatron.architectures import read_architectures
+from rlhf_megatron.architectures import read_architectures, stand_in_folders
 from rlhf_megatron.config import Config
 from rlhf_megatron.environment import adopt_slurm_environment
 from rlhf_megatron.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, UserError
@@ -61,16 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         adopt_slurm_environment()
         options = parser().parse_intermixed_args(arguments)
         started = int(os.environ.get("WORLD_SIZE", "1"))
+        if options.world_size is not None and options.world_size < 1:
+            raise UserError(f"--world-size {options.world_size}: must be 1 or more")
         config = load_and_validate(
             options.config,
             overrides=options.overrides,
             world_size=options.world_size or started if options.dry_run else started,
-            check_output=not options.dry_run,
+            check_paths=not options.dry_run,
         )
         if options.dry_run:
             from rlhf_megatron.dry_run import describe
 
-            print(describe(config, world_size=options.world_size or started))
+            stand_ins = stand_in_folders(options.config)
+            print(describe(config, world_size=options.world_size or started, stand_ins=stand_ins))
             return EXIT_DONE
         read_architectures(config)
     except UserError as error:
