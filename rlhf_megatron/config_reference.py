@@ -14,23 +14,23 @@ from rlhf_megatron.schema import CHOICES, EXCLUSIVE, MAXIMUM, MINIMUM, SECRET
 
 INTRODUCTION = """# Configuration: every key
 
-Made by `make docs` (`tools/config_reference.py`) from the code; change the docstrings there, not this
-page.
+Made by `make docs` (`tools/config_reference.py`) from the code; change the docstrings there, not
+this page.
 
     launch/train.py --config configs/ppo_8b_8gpu.yaml --config configs/profiles/careful.yaml \\
         run.steps=500 actor.optimizer.learning_rate=5e-7
 
-- **Files are merged in order, a later one wins**, and `key.path=value` on the command line wins over
-  all of them. A profile is a file with a few keys; `configs/profiles/` has some. Training, the dry run
-  and the tools that read a configuration take the same options.
-- **All problems come in one message**, each with its key, value, rule, way out, file and line, and exit
-  code 2. Unknown keys are refused: with the nearest one, with the new name of a key that was renamed,
-  or with the key that takes the place of another trainer's ([below](#names-elsewhere)).
-- **`${oc.env:NAME}`** takes an environment variable, `${oc.env:NAME,default}` one that may be missing,
-  `${run.name}` the value of another key.
-- **Secrets are not shown or saved.** A key that is a secret, and whatever comes from a variable with
-  TOKEN, KEY, SECRET, PASSWORD or CREDENTIAL in its name, appears in `config.yaml`, checkpoints, logs,
-  messages and trackers as `${oc.env:NAME}`, or as `***` if it was written out.
+- **Files are merged in order, a later one wins**, and `key.path=value` on the command line wins
+  over all of them. A profile is a file with a few keys; `configs/profiles/` has some. Training, the
+  dry run and the tools that read a configuration take the same options.
+- **All problems come in one message**, each with its key, value, rule, way out, file and line, and
+  exit code 2. Unknown keys are refused: with the nearest one, with the new name of a key that was
+  renamed, or with the key that takes the place of another trainer's ([below](#names-elsewhere)).
+- **`${oc.env:NAME}`** takes an environment variable, `${oc.env:NAME,default}` one that may be
+  missing, `${run.name}` the value of another key.
+- **Secrets are not shown or saved.** A key that is a secret, and whatever comes from a variable
+  with TOKEN, KEY, SECRET, PASSWORD, PASSWD or CREDENTIAL in its name, appears in `config.yaml`,
+  checkpoints, logs, messages and trackers as `${oc.env:NAME}`, or as `***` if it was written out.
 - **YAML** is 1.2: `off`, `yes` and `007` are text, `1e-6` is a number.
 - `--dry-run --world-size N` checks everything, needs no GPU, no model and no peers, and prints what
   the configuration comes to."""
@@ -94,9 +94,7 @@ def rule_of(kind: Any, *, metadata: Mapping[str, Any]) -> str:
     return f"secret {text}" if metadata.get(SECRET) else text
 
 
-def _section(
-    instance: Any, *, key: str, kind: type, first_seen: dict[type, str]
-) -> Iterator[str]:
+def _section(instance: Any, *, key: str, kind: type, first_seen: dict[type, str]) -> Iterator[str]:
     """The tables of a section and of those inside it. A kind of section that was shown already is
     listed with its keys and defaults, and a pointer for their meaning."""
     original = first_seen.setdefault(kind, key)

@@ -1,7 +1,7 @@
 """Print the reference page of all configuration keys, or write it.
 
-    python tools/config_reference.py --output docs/config.md
-    python tools/config_reference.py --check docs/config.md     exit code 2 where it is out of date
+python tools/config_reference.py --output docs/config.md
+python tools/config_reference.py --check docs/config.md     exit code 2 where it is out of date
 """
 
 import argparse

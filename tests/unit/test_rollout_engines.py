@@ -16,7 +16,8 @@ from rlhf_megatron.rollout.config import (
 )
 from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
 from rlhf_megatron.rollout.engine_args import check_engine_args
-from rlhf_megatron.rollout.factory import parse_engines, resolve_engine
+from rlhf_megatron.rollout.engine_ranks import parse_engines
+from rlhf_megatron.rollout.factory import resolve_engine
 from rlhf_megatron.rollout.parameters import check_parameters, layout_problems
 from rlhf_megatron.rollout.responses import Response, SeedPlan, list_requests, to_batch
 from rlhf_megatron.rollout.seeds import engine_seed, request_seed
