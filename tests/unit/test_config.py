@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from bad_configs import BAD, GOOD
+from hypothesis import given
+from hypothesis import strategies as st
 from model_numbers import Numbers
 
+from rlhf_megatron.algorithms.partition import pack_for_ranks
 from rlhf_megatron.config import Config, load_config, resolved_yaml
 from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import ConfigError, UserError
 from rlhf_megatron.loader import nearest, options_of, sections_of
-from rlhf_megatron.resolve import describe_batch, parallel_layout
+from rlhf_megatron.resolve import describe_batch, num_micro_batches, parallel_layout
 from rlhf_megatron.validation import load_and_validate, validate, validate_paths
 from rlhf_megatron.validation_model import (
     broken_tensor_rules,
@@ -405,6 +408,35 @@ def test_describe_batch() -> None:
     assert "2 engines of TP2, about 32 prompts per engine" in text
     assert "actor: TP2 x PP1 x DP2, about 64 samples per replica and mini-batch" in text
     assert "critic: TP1 x PP1 x DP4, about 32 samples" in text
+    # 64 samples of 1024 tokens, 16 in 16384; of 2048 tokens, 8 in 16384.
+    words = "in about 4 packed micro-batches of at most 16384 tokens (8 if every sample is of full"
+    assert words in text
+    limited = load_config([], overrides=[*overrides, "ppo.micro_batch_samples=5"])
+    words = "in about 13 packed micro-batches of at most 16384 tokens and 5 samples (13 if every"
+    assert words in describe_batch(limited, world_size=4)
+
+
+@given(
+    samples=st.integers(1, 300),
+    replicas=st.integers(1, 9),
+    sample_tokens=st.integers(1, 40),
+    micro_batch_tokens=st.integers(1, 100),
+    limit=st.integers(0, 5),
+)
+def test_the_number_of_micro_batches_is_the_packers(
+    samples: int, replicas: int, sample_tokens: int, micro_batch_tokens: int, limit: int
+) -> None:
+    config = Config()
+    config.ppo.mini_batch_samples = samples
+    config.ppo.micro_batch_tokens, config.ppo.micro_batch_samples = micro_batch_tokens, limit
+    shares = [samples // replicas + (i < samples % replicas) for i in range(replicas)]
+    packed = pack_for_ranks(
+        [[sample_tokens] * share for share in shares],
+        micro_batch_tokens=micro_batch_tokens,
+        micro_batch_samples=limit,
+    )
+    found = num_micro_batches(config, replicas=replicas, sample_tokens=sample_tokens)
+    assert {found} == {len(packs) for packs in packed}
 
 
 def test_validate_takes_a_plain_config() -> None:
@@ -430,6 +462,16 @@ def test_errors_come_before_anything_slow_is_imported() -> None:
         "import sys, rlhf_megatron.validation, rlhf_megatron.validation_model, "
         "rlhf_megatron.resolve; "
         "print(sorted({'torch', 'megatron', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_dry_run_imports_neither_torch_nor_engines() -> None:
+    """They take seconds, many on a busy machine."""
+    code = (
+        "import sys, rlhf_megatron.main, rlhf_megatron.dry_run; "
+        "print(sorted({'torch', 'megatron', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
