@@ -27,6 +27,8 @@ def code_of(page: Path) -> Iterator[str]:
 
 def keys_in(code: str) -> Iterator[str]:
     """Words that look like keys of the configuration."""
+    if "unknown key" in code:  # an example of a message
+        return
     tops = "|".join({key.split(".")[0] for key in KEYS})
     for word in re.findall(rf"(?<![\w./-])((?:{tops})(?:\.[a-z_0-9]+)+)", code):
         if word.rpartition(".")[2] not in SUFFIXES:
