@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from rlhf_megatron import assembly, checks
 from rlhf_megatron.algorithms.kl import kl_controller
@@ -19,7 +18,7 @@ from rlhf_megatron.bad_steps import BadSteps, check_weights
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.checkpointing import Checkpointer
-from rlhf_megatron.config import Config
+from rlhf_megatron.config import Config, plain_config
 from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.data.loader import PromptLoader
 from rlhf_megatron.distributed.start import DistributedContext
@@ -508,13 +507,11 @@ class Trainer:
     def _open_writer(self) -> MetricsWriter | None:
         if not self.is_main:
             return None
-        resolved = OmegaConf.to_container(OmegaConf.structured(self.config))
-        assert isinstance(resolved, dict)
         return MetricsWriter(
             self.folder,
             config=self.config.logging,
             run_name=self.config.logging.wandb.name or self.config.run.name,
-            resolved_config={str(key): value for key, value in resolved.items()},
+            resolved_config=plain_config(self.config),
             first_step=self.resume_point.step + 1 if self.resume_point else 1,
         )
 
