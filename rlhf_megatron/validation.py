@@ -13,10 +13,11 @@ from pathlib import Path
 from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import ConfigError
-from rlhf_megatron.faults_config import refused_phase_limits
+from rlhf_megatron.faults_config import phase_limit, refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
 
 NOT_SUPPORTED_YET = {
@@ -420,24 +421,11 @@ def _optimizer(optimizer: OptimizerConfig, *, role: str) -> Iterator[str]:
             yield f"{at}.{name}={getattr(optimizer, name)}: must be below 1; take 0.9 to 0.999"
 
 
-def _reward(config: Config) -> Iterator[str]:
-    function, model = config.reward.function, config.reward.model
-    if function and model:
-        yield (
-            f"reward.function={function}, reward.model={model}: exactly one of them gives the "
-            "score; clear the other"
-        )
-    if not function and not model:
-        yield (
-            "reward.function=: neither it nor reward.model is set; give path/to/file.py:name, "
-            "module:name or a model directory"
-        )
-    module, colon, name = function.rpartition(":")
-    if function and not (colon and module and name.isidentifier()):
-        yield (
-            f"reward.function={function}: must name a file or module and a function; write "
-            "path/to/file.py:name or module:name"
-        )
+def _reward(config: Config) -> list[str]:
+    limit = phase_limit(config.faults, phase="reward")
+    return refused_reward(
+        config.reward, phase_limit_seconds=limit.seconds, limit_key=limit.key
+    )
 
 
 def _divisors_text(number: int) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.rewards.score import ScoringInput
+from rlhf_megatron.rewards.contract import ScoringInput
 
 
 class ModelScorer:
