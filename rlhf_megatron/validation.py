@@ -17,6 +17,7 @@ from rlhf_megatron.faults_config import phase_limit, refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.remote_code import refused_code
 from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
 
@@ -105,6 +106,7 @@ def validate_paths(config: Config, *, check_output: bool = True) -> list[str]:
         ("reward.model", config.reward.model),
     ):
         problems += _model_directory(key, path=path)
+        problems += _code(config, key=key, path=path)
     for key, path in (
         ("data.prompts", config.data.prompts),
         ("evaluation.prompts", config.evaluation.prompts),
@@ -118,6 +120,7 @@ def validate_paths(config: Config, *, check_output: bool = True) -> list[str]:
             f"data.tokenizer={tokenizer}: no such file or directory; give a Hugging Face directory "
             "or a sentencepiece .model file, or leave it empty to take actor.model"
         )
+    problems += _code(config, key="data.tokenizer", path=tokenizer)
     file, colon, _ = config.reward.function.rpartition(":")
     if colon and file.endswith(".py") and not Path(file).is_file():
         problems.append(
@@ -172,6 +175,12 @@ def _model_directory(key: str, *, path: str) -> Iterator[str]:
             f"{key}={path}: holds no config.json; give a Hugging Face model directory "
             "(config.json and *.safetensors)"
         )
+
+
+def _code(config: Config, *, key: str, path: str) -> list[str]:
+    part = config.reward if key == "reward.model" else config.run
+    trust_key = f"{'reward' if part is config.reward else 'run'}.trust_remote_code"
+    return refused_code(path, key=key, trusted=part.trust_remote_code, trust_key=trust_key)
 
 
 def _required(config: Config) -> Iterator[str]:
@@ -423,9 +432,7 @@ def _optimizer(optimizer: OptimizerConfig, *, role: str) -> Iterator[str]:
 
 def _reward(config: Config) -> list[str]:
     limit = phase_limit(config.faults, phase="reward")
-    return refused_reward(
-        config.reward, phase_limit_seconds=limit.seconds, limit_key=limit.key
-    )
+    return refused_reward(config.reward, phase_limit_seconds=limit.seconds, limit_key=limit.key)
 
 
 def _divisors_text(number: int) -> str:

@@ -66,6 +66,7 @@ class RewardConfig:
     tokenizer on prompt and response text."""
 
     remote: RemoteRewardConfig = items(RemoteRewardConfig)
+    """Servers that score over HTTP, where reward.remote.endpoints names any."""
 
     model_batch_samples: int = number(16, minimum=1)
     """Responses the reward model scores at once. Default 16."""
@@ -120,8 +121,8 @@ def _source(reward: RewardConfig) -> Iterator[str]:
         yield f"{', '.join(named)}: exactly one of them gives the score; clear the other"
     if not named:
         yield (
-            "reward.function=: neither it nor reward.model nor reward.remote.endpoints is set; give "
-            "path/to/file.py:name, module:name, a model directory or the addresses of servers"
+            "reward.function=: neither it nor reward.model nor reward.remote.endpoints is set; "
+            "give path/to/file.py:name, module:name, a model directory or servers' addresses"
         )
 
 
@@ -162,9 +163,7 @@ def _endpoints(remote: RemoteRewardConfig) -> Iterator[str]:
         yield "reward.remote.auth_token: must be printable ASCII without spaces; give it again"
 
 
-def _times(
-    reward: RewardConfig, *, phase_limit_seconds: float, limit_key: str
-) -> Iterator[str]:
+def _times(reward: RewardConfig, *, phase_limit_seconds: float, limit_key: str) -> Iterator[str]:
     remote = reward.remote
     deadline = remote.deadline_seconds
     if not remote.endpoints:

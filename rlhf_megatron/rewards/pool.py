@@ -29,8 +29,12 @@ START_SECONDS = 300.0
 """How long a worker may take to import the reward."""
 POLL_SECONDS = 0.5
 LAST_WORDS_CHARACTERS = 400
-_OF_THE_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
-_OF_THE_JOB += ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_OF_THE_JOB = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    }
+)
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,7 +42,8 @@ class WorkerPool(BackgroundScorer):
     """`workers` processes that call the reward function, one sample at a time each.
 
     A sample that takes longer than `timeout_seconds` (0: no limit), or whose worker dies, has
-    NoScoreError in place of its score; the worker is killed, with whatever it has started, and replaced.
+    NoScoreError in place of its score; the worker is killed, with whatever it has started, and
+    replaced.
     What the function prints goes to `log_folder`/reward_NAME_NN.log, or without one to stderr.
 
     Raises UserError where a worker cannot load the function. Any thread may call `start`, and
