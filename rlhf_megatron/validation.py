@@ -15,9 +15,9 @@ from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.faults_config import phase_limit, refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
+from rlhf_megatron.layout.remote_code import refused_code
 from rlhf_megatron.loader import load, show
 from rlhf_megatron.models.config import OptimizerConfig
-from rlhf_megatron.remote_code import refused_code
 from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
 

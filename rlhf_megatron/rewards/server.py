@@ -142,6 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "rlhf-megatron-reward-server", ""
     timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True  # else the second packet of an answer waits 40 ms
     server: _HttpServer
 
     def do_GET(self) -> None:

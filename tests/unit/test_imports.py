@@ -34,7 +34,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 BASE_FILES = {"__init__", "batch", "config", "errors", "faults_config", "folders"}
 BASE_FILES |= {"loader", "schema"}
 # Rules between options read rank lists, so they stand above layout.
-SETTINGS_FILES = {"remote_code", "resolve", "validation", "validation_model"}
+SETTINGS_FILES = {"resolve", "validation", "validation_model"}
 TOP_FILES = {"cli", "main"}
 ROOMS = set().union(*LEVELS) - {"base", "settings", "trainer", "top"} | {"observability"}
 EXCEPTIONS = {
