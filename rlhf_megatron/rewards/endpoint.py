@@ -111,6 +111,7 @@ class Channel:
             _left(ends)
         if answer.length:  # read1 takes an early end for the end
             raise http.client.IncompleteRead(b"".join(pieces), answer.length)
+        answer.close()  # the connection is free for the next request
         return Response(
             status=answer.status,
             body=b"".join(pieces),

@@ -55,8 +55,8 @@ def _means(gold: list[Any], *, response: str) -> bool:
 
 
 def _last_box(text: str) -> str:
-    """The last \\boxed{...} with its braces; "" where there is none, or it does not end. Of several,
-    math-verify would take all."""
+    """The last \\boxed{...} with its braces; "" where there is none, or it does not end. Of
+    several, math-verify would take all."""
     at = text.rfind(_BOX)
     if at < 0:
         return ""
