@@ -42,7 +42,7 @@ class RemoteRewardConfig:
 
     eject_seconds: float = number(5.0, minimum=0, exclusive=True)
     """Then its /health is asked; if it is well it gets requests again, otherwise it is left alone
-    for twice as long, up to 5 minutes. Default 5."""
+    for twice as long, up to a minute. Default 5."""
 
     deadline_seconds: float = number(600.0, minimum=0, exclusive=True)
     """A sample without a score so long after a step's responses were handed over has failed. Must

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from rlhf_megatron.rewards.protocol import MAX_BODY_BYTES
 
-LONGEST_EJECTION_SECONDS = 300.0
+LONGEST_EJECTION_SECONDS = 60.0
 _PIECE_BYTES = 1 << 16
 
 
@@ -142,37 +142,39 @@ class Health:
     """Whether an endpoint gets requests. Not locked: its owner sees to that.
 
     After `eject_after_failures` failures in a row it is ejected: it gets none until a probe, due
-    after a while, has found it well. The while doubles until a request succeeds again.
+    after `eject_seconds`, has found it well. A probe that finds it sick doubles the wait.
     """
 
     def __init__(self, *, eject_after_failures: int, eject_seconds: float) -> None:
         self._threshold, self._first_seconds = eject_after_failures, eject_seconds
-        self._failures = self._ejections_in_row = 0
+        self._failures, self._seconds = 0, eject_seconds
         self.is_ejected = False
         self.probe_due_at = 0.0
         """On the monotonic clock; while it is ejected."""
 
     def succeeded(self) -> None:
         """A request was answered well."""
-        self._failures = self._ejections_in_row = 0
-        self.is_ejected = False
+        self._failures = 0
+        self.admit()
 
     def failed(self, *, now: float) -> bool:
         """A request failed. Whether it is ejected for it."""
         self._failures += 1
         if self.is_ejected or self._failures < self._threshold:
             return False
-        self.eject(now=now)
+        self._eject(now=now, seconds=self._first_seconds)
         return True
 
-    def eject(self, *, now: float) -> None:
-        """Also where a probe has failed."""
-        seconds = self._first_seconds * 2**self._ejections_in_row
-        self._ejections_in_row = min(self._ejections_in_row + 1, 30)
-        self.is_ejected = True
-        self.probe_due_at = now + min(seconds, LONGEST_EJECTION_SECONDS)
+    def is_sick(self, *, now: float) -> None:
+        """A probe has found it so."""
+        longer = min(2 * self._seconds, max(self._first_seconds, LONGEST_EJECTION_SECONDS))
+        self._eject(now=now, seconds=longer if self.is_ejected else self._first_seconds)
 
     def admit(self) -> None:
-        """A probe has found it well; one more failure ejects it again."""
+        """A probe has found it well; unless a request succeeds, one more failure ejects it."""
         self.is_ejected = False
-        self._failures = self._threshold - 1
+        self._failures = min(self._failures, self._threshold - 1)
+
+    def _eject(self, *, now: float, seconds: float) -> None:
+        self.is_ejected, self._seconds = True, seconds
+        self.probe_due_at = now + seconds

@@ -73,7 +73,7 @@ class RemoteScorer(BackgroundScorer):
             time.sleep(min(1.0, self._config.timeout_seconds / 10))
         for each in self._endpoints:
             if problems[each.url]:
-                each.health.eject(now=time.monotonic())
+                each.health.is_sick(now=time.monotonic())
                 logger.warning("reward server %s: %s", each.url, problems[each.url])
 
     def start(self, samples: Sequence[ScoringInput]) -> PendingScores:

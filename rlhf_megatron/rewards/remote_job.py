@@ -6,7 +6,7 @@ Its threads meet here. Nothing in this file waits for the network.
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +76,10 @@ class Job(PendingScores):
         self._endpoints, self._config, self._counts = endpoints, config, counts
         self._random = jitter
         self._changed = threading.Condition(lock)
-        self._batches: list[Batch] = []
+        # A batch is in one of these, or done.
+        self._fresh: deque[Batch] = deque()
+        self._flying: list[Batch] = []
+        self._failed: list[Batch] = []
         self._left = 0
         self._deadline = time.monotonic() + config.deadline_seconds
         self._is_over = False
@@ -84,11 +87,12 @@ class Job(PendingScores):
 
     @property
     def num_batches(self) -> int:
-        return len(self._batches)
+        """That are not done."""
+        return self._left
 
     def add(self, batch: Batch) -> None:
         """Before the threads begin."""
-        self._batches.append(batch)
+        self._fresh.append(batch)
         self._left += 1
 
     def result(self) -> list[Any]:
@@ -155,12 +159,16 @@ class Job(PendingScores):
             batch.failures += 1
             batch.last_endpoint, batch.last_reason = endpoint, f"{endpoint.url}: {reason}"
             if is_final:
-                self._finish(batch, outcomes=self._no_scores(batch, batch.last_reason, of_us=True))
+                outcomes = self._no_scores(batch, batch.last_reason, unavailable=False)
+                self._finish(batch, outcomes=outcomes)
             elif not batch.flights and batch.failures > self._config.retries:
                 text = f"{batch.last_reason} (try {batch.failures} of {self._config.retries + 1})"
                 self._finish(batch, outcomes=self._no_scores(batch, text))
             else:
                 batch.not_before = now + max(self._backoff(batch.failures), retry_after_seconds)
+                if not batch.flights:
+                    self._flying.remove(batch)
+                    self._failed.append(batch)
             self._changed.notify_all()
 
     def probed(self, endpoint: Endpoint, *, problem: str) -> None:
@@ -169,7 +177,7 @@ class Job(PendingScores):
             endpoint.is_probed = False
             if endpoint.health.is_ejected:
                 if problem:
-                    endpoint.health.eject(now=time.monotonic())
+                    endpoint.health.is_sick(now=time.monotonic())
                 else:
                     endpoint.health.admit()
             self._changed.notify_all()
@@ -191,13 +199,16 @@ class Job(PendingScores):
 
     def _choose(self, endpoint: Endpoint, *, now: float) -> Batch | None:
         """A batch that waits, or else one that has been under way elsewhere for long."""
-        others = [e for e in self._endpoints if e is not endpoint and self._may_fly(e)]
-        open_batches = [batch for batch in self._batches if not batch.is_done]
-        for batch in open_batches:
-            refused = batch.last_endpoint is endpoint and bool(others)
-            if not batch.flights and batch.not_before <= now and not refused:
+        others = any(self._may_fly(e) for e in self._endpoints if e is not endpoint)
+        for batch in self._failed:
+            if batch.not_before <= now and not (batch.last_endpoint is endpoint and others):
+                self._failed.remove(batch)
+                self._flying.append(batch)
                 return batch
-        for batch in open_batches:
+        if self._fresh:
+            self._flying.append(self._fresh.popleft())
+            return self._flying[-1]
+        for batch in self._flying:
             if self._hedge_due_at(batch, endpoint=endpoint) <= now:
                 self._counts["hedged_requests"] += 1
                 return batch
@@ -220,11 +231,8 @@ class Job(PendingScores):
     def _next_event(self, endpoint: Endpoint, *, now: float) -> float:
         """When there may be something new for `endpoint` that nobody will tell."""
         times = [self._deadline]
-        for batch in self._batches:
-            if not batch.is_done:
-                times.append(self._hedge_due_at(batch, endpoint=endpoint))
-                if not batch.flights:
-                    times.append(batch.not_before)
+        times += [self._hedge_due_at(batch, endpoint=endpoint) for batch in self._flying]
+        times += [batch.not_before for batch in self._failed]
         if endpoint.health.is_ejected and not endpoint.is_probed:
             times.append(endpoint.health.probe_due_at)
         return min([t for t in times if t > now], default=self._deadline)
@@ -233,24 +241,28 @@ class Job(PendingScores):
         for index, outcome in zip(batch.indices, outcomes, strict=True):
             self.outcomes[index] = outcome
         batch.is_done = True
+        self._flying.remove(batch)
         self._left -= 1
         self._abort(batch)
-        self._changed.notify_all()
+        if self._left == 0:
+            self._changed.notify_all()
 
     def _give_up(self) -> None:
         """The deadline has come."""
         limit = self._config.deadline_seconds
-        for batch in self._batches:
-            if not batch.is_done:
-                asked = [flight.endpoint.url for flight in batch.flights]
-                last = batch.last_reason or ("waiting for " + ", ".join(asked) if asked else "")
-                text = f"no score within reward.remote.deadline_seconds={limit:g}"
-                text += f"; the last: {last}" if last else "; no endpoint had room for it"
-                self._finish(batch, outcomes=self._no_scores(batch, text))
+        self._flying += [*self._failed, *self._fresh]
+        self._failed.clear()
+        self._fresh.clear()
+        for batch in list(self._flying):
+            asked = [flight.endpoint.url for flight in batch.flights]
+            last = batch.last_reason or ("waiting for " + ", ".join(asked) if asked else "")
+            text = f"no score within reward.remote.deadline_seconds={limit:g}"
+            text += f"; the last: {last}" if last else "; no endpoint had room for it"
+            self._finish(batch, outcomes=self._no_scores(batch, text))
 
     def _end(self) -> None:
         self._is_over = True
-        for batch in self._batches:
+        for batch in self._flying:
             self._abort(batch)
         self._changed.notify_all()
 
@@ -259,8 +271,10 @@ class Job(PendingScores):
             flight.aborted = True
             flight.channel.abort()
 
-    def _no_scores(self, batch: Batch, reason: str, *, of_us: bool = False) -> list[NoScoreError]:
-        return [NoScoreError(reason, unavailable=not of_us) for _ in batch.indices]
+    def _no_scores(
+        self, batch: Batch, reason: str, *, unavailable: bool = True
+    ) -> list[NoScoreError]:
+        return [NoScoreError(reason, unavailable=unavailable) for _ in batch.indices]
 
     def _backoff(self, failures: int) -> float:
         longest = min(self._config.backoff_seconds * 2 ** (failures - 1), LONGEST_BACKOFF_SECONDS)

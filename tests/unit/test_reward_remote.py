@@ -93,7 +93,7 @@ def test_a_thousand_requests_to_one_dead_one_slow_and_one_flapping_endpoint() ->
     assert twice <= counts["reward/remote_hedged_requests"]  # and only the first of them counted
     assert counts["reward/remote_ejections"] >= 1
     assert counts["reward/remote_failed_requests"] >= 10
-    assert seconds < 30.0
+    assert seconds < 60.0  # the deadline; it takes about 3 on an idle machine
 
 
 def test_the_slow_copy_of_a_batch_does_not_count() -> None:
@@ -221,21 +221,21 @@ def test_an_ejected_endpoint_comes_back_when_it_is_well() -> None:
         assert scorer.take_counts()["reward/remote_ejected_endpoints"] == 0.0
 
 
-def test_ejection_lasts_longer_each_time_until_a_request_succeeds() -> None:
+def test_ejection_lasts_longer_with_each_probe_that_finds_it_sick() -> None:
     health = Health(eject_after_failures=2, eject_seconds=10.0)
     assert not health.failed(now=0.0) and health.failed(now=1.0)
     assert health.is_ejected and health.probe_due_at == 11.0
-    health.eject(now=11.0)
+    assert not health.failed(now=2.0) and health.probe_due_at == 11.0  # it was under way
+    health.is_sick(now=11.0)
     assert health.probe_due_at == 31.0
-    health.admit()
-    assert health.failed(now=40.0) and health.probe_due_at == 80.0
     for _ in range(9):
-        health.eject(now=0.0)
-    assert health.probe_due_at == 300.0
+        health.is_sick(now=0.0)
+    assert health.probe_due_at == 60.0
     health.admit()
-    health.succeeded()
-    assert not health.failed(now=0.0) and health.failed(now=0.0)
-    assert health.probe_due_at == 10.0
+    assert not health.is_ejected
+    assert health.failed(now=40.0) and health.probe_due_at == 50.0
+    health.succeeded()  # of a request that was under way
+    assert not health.is_ejected and not health.failed(now=0.0) and health.failed(now=0.0)
 
 
 def test_an_idle_connection_that_the_server_has_closed_is_no_failure() -> None:
