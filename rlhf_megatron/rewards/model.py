@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -123,6 +124,9 @@ class ModelScorer:
                 weights_only=True,  # of pickled files: tensors, no code
                 output_loading_info=True,
             )
+        except UnpicklingError as error:
+            rule = "its .bin file holds more than tensors, and is not unpickled; convert it to"
+            raise self._refusal(f"{rule} safetensors where you trust it") from error
         except (OSError, ValueError, KeyError) as error:
             if isinstance(error, UserError):
                 raise

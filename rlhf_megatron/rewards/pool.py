@@ -28,7 +28,8 @@ from rlhf_megatron.rewards.worker import WorkerSetup
 START_SECONDS = 300.0
 """How long a worker may take to import the reward."""
 POLL_SECONDS = 0.5
-LAST_WORDS_CHARACTERS = 400
+FIRST_WORDS_CHARACTERS, LAST_WORDS_CHARACTERS = 450, 150
+"""Shown of what a worker printed before it ended: a crash prints its innermost frame first."""
 _OF_THE_JOB = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -286,9 +287,8 @@ class _Worker:
             text = one_line(file.read().decode(errors="replace"))
         if not text:
             return ""
-        if len(text) > LAST_WORDS_CHARACTERS:
-            half = LAST_WORDS_CHARACTERS // 2
-            text = f"{text[:half]} ... {text[-half:]}"
+        if len(text) > FIRST_WORDS_CHARACTERS + LAST_WORDS_CHARACTERS:
+            text = f"{text[:FIRST_WORDS_CHARACTERS]} ... {text[-LAST_WORDS_CHARACTERS:]}"
         return f"; it printed: {text} ({self._log})"
 
     def kill(self) -> None:
