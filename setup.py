@@ -49,6 +49,7 @@ setup(
         ],
         "logging": ["wandb", "tensorboard"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
+        "math": ["math-verify>=0.9,<0.10"],
         "tools": ["accelerate", "gguf", "matplotlib"],
     },
     entry_points={"console_scripts": ["rlhf-megatron = rlhf_megatron.cli:main"]},

@@ -6,6 +6,7 @@ Each function makes one part; trainer.py holds them.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -23,9 +24,11 @@ from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD, RoleModel, build_mod
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, OptimizerConfig, ReferenceConfig
 from rlhf_megatron.placement import RolloutPlacement, place_engines
 from rlhf_megatron.resolve import parallel_layout
+from rlhf_megatron.rewards.contract import Scorer
 from rlhf_megatron.rewards.function import FunctionScorer, check_arguments, load_reward_function
 from rlhf_megatron.rewards.model import ModelScorer
-from rlhf_megatron.rewards.score import Scorer
+from rlhf_megatron.rewards.pool import WorkerPool
+from rlhf_megatron.rewards.remote import RemoteScorer
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.contract import RolloutEngine
 from rlhf_megatron.rollout.factory import ResolvedEngine, build_engine, resolve_engine
@@ -50,7 +53,9 @@ class Data:
 def load_data(config: Config, *, architectures: Architectures) -> Data:
     """Read and tokenize all files. Raises UserError."""
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer or config.actor.model)
+    tokenizer = load_tokenizer(
+        data.tokenizer or config.actor.model, trust_remote_code=config.run.trust_remote_code
+    )
     prompts = load_prompts(
         data.prompts,
         tokenizer=tokenizer,
@@ -108,15 +113,33 @@ def stop_token_ids(
     )
 
 
-def build_scorer(config: Config, *, prompts: PromptSet, device: torch.device) -> Scorer:
-    """The reward of the configuration. Raises UserError where it cannot be loaded or called."""
-    if config.reward.model:
+def build_scorer(config: Config, *, prompts: PromptSet, rank: int, device: torch.device) -> Scorer:
+    """The reward of the configuration. Raises UserError where it cannot be loaded or called, and
+    where no reward server is well."""
+    reward, fields = config.reward, list(prompts.rows[0].fields)
+    if reward.model:
         return ModelScorer(
-            config.reward.model, device=device, batch_samples=config.reward.model_batch_samples
+            reward.model,
+            device=device,
+            batch_samples=reward.model_batch_samples,
+            trust_remote_code=reward.trust_remote_code,
         )
-    function = load_reward_function(config.reward.function)
-    check_arguments(function, spec=config.reward.function, fields=prompts.rows[0].fields)
-    return FunctionScorer(function, timeout_seconds=config.reward.timeout_seconds)
+    if reward.remote.endpoints:
+        remote = RemoteScorer(reward.remote)
+        remote.check()
+        return remote
+    if reward.workers:
+        return WorkerPool(
+            reward.function,
+            workers=reward.workers,
+            timeout_seconds=reward.timeout_seconds,
+            fields=fields,
+            log_folder=Path(config.run.output_dir) / "logs",
+            name=f"rank_{rank:04d}",
+        )
+    function = load_reward_function(reward.function)
+    check_arguments(function, spec=reward.function, fields=fields)
+    return FunctionScorer(function, timeout_seconds=reward.timeout_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +352,7 @@ def build_rollout_engine(
                 max_model_len=config.rollout.max_prompt_tokens
                 + max(config.rollout.max_response_tokens, config.evaluation.max_response_tokens),
                 device=context.device,
+                trust_remote_code=config.run.trust_remote_code,
             )
     vllm_fit.level_group_count(device=context.device)
     return engine

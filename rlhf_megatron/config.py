@@ -47,6 +47,11 @@ class RunConfig:
     seed: int = number(1, minimum=0)
     """Seed of everything: data order, sampling, initialisation of the value head."""
 
+    trust_remote_code: bool = False
+    """Let transformers and vLLM run Python code that the directories of actor.model, critic.model,
+    ref.model or data.tokenizer bring with them (auto_map in their configurations). Default false:
+    such a directory is refused. That of reward.model has reward.trust_remote_code."""
+
 
 @dataclass(kw_only=True)
 class Config:

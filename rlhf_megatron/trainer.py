@@ -83,7 +83,9 @@ class Trainer:
         resolved = assembly.choose_engine(config, context=context, say=self.say)
         data = assembly.load_data(config, architectures=architectures)
         self.prompts = data.prompts
-        scorer = assembly.build_scorer(config, prompts=data.prompts, device=context.device)
+        scorer = assembly.build_scorer(
+            config, prompts=data.prompts, rank=context.rank, device=context.device
+        )
         self.loader = PromptLoader(
             data.prompts,
             prompts_per_step=config.rollout.prompts_per_step,
@@ -204,7 +206,8 @@ class Trainer:
             self.stop.step_begins()
             try:
                 metrics = self.train_step(step)
-            except StepAbandoned:
+            except StepAbandoned as abandoned:
+                self.stop.reason = self.stop.reason or str(abandoned)
                 self.checkpointer.stop()
             self.stop.step_ends()
             if self._evaluates_after(step):
@@ -269,9 +272,11 @@ class Trainer:
         config, phase = self.config, self.ledger.phase
         self.ledger.start_step(step)
         self.bad_steps.step_begins(step)
-        experience = self.maker.run(self.loader.next_step(), sampling=self.sampling, step=step)
+        rollouts = self.maker.roll_out(self.loader.next_step(), sampling=self.sampling, step=step)
+        # Rewards of other processes are waited for below, after what does not need them.
+        experience = None if self.maker.overlaps else self.maker.score(rollouts)
         self.weights.sleep()
-        batch = experience.batch
+        batch = rollouts.batch if experience is None else experience.batch
         plan = self.ppo.plan(batch, step=step)
         with phase("log_prob"):
             batch.response["old_logprobs"] = self.ppo.log_probs(
@@ -285,6 +290,12 @@ class Trainer:
         with phase("value"):
             values = self.ppo.values(batch, plan=plan[0])
             batch.response["values"] = values["values"]
+        if experience is None:
+            experience = self.maker.score(rollouts)
+            if experience.num_dropped:
+                batch = experience.batch
+                values["last"] = values["last"][experience.kept.to(values["last"].device)]
+                plan = self.ppo.plan(batch, step=step)
         metrics = score_metrics(batch) | experience.metrics()
         if self.bad_steps.accepts(batch, last_values=values["last"]):
             metrics |= self._check_agreement(batch, step=step)

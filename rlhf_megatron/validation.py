@@ -13,10 +13,12 @@ from pathlib import Path
 from rlhf_megatron.config import Config, read_config
 from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import ConfigError
-from rlhf_megatron.faults_config import refused_phase_limits
+from rlhf_megatron.faults_config import phase_limit, refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
+from rlhf_megatron.layout.remote_code import refused_code
 from rlhf_megatron.loader import show
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
 
 NOT_SUPPORTED_YET = {
@@ -104,6 +106,7 @@ def validate_paths(config: Config, *, check_output: bool = True) -> list[str]:
         ("reward.model", config.reward.model),
     ):
         problems += _model_directory(key, path=path)
+        problems += _code(config, key=key, path=path)
     for key, path in (
         ("data.prompts", config.data.prompts),
         ("evaluation.prompts", config.evaluation.prompts),
@@ -117,6 +120,7 @@ def validate_paths(config: Config, *, check_output: bool = True) -> list[str]:
             f"data.tokenizer={tokenizer}: no such file or directory; give a Hugging Face directory "
             "or a sentencepiece .model file, or leave it empty to take actor.model"
         )
+    problems += _code(config, key="data.tokenizer", path=tokenizer)
     file, colon, _ = config.reward.function.rpartition(":")
     if colon and file.endswith(".py") and not Path(file).is_file():
         problems.append(
@@ -171,6 +175,12 @@ def _model_directory(key: str, *, path: str) -> Iterator[str]:
             f"{key}={path}: holds no config.json; give a Hugging Face model directory "
             "(config.json and *.safetensors)"
         )
+
+
+def _code(config: Config, *, key: str, path: str) -> list[str]:
+    part = config.reward if key == "reward.model" else config.run
+    trust_key = f"{'reward' if part is config.reward else 'run'}.trust_remote_code"
+    return refused_code(path, key=key, trusted=part.trust_remote_code, trust_key=trust_key)
 
 
 def _required(config: Config) -> Iterator[str]:
@@ -420,24 +430,9 @@ def _optimizer(optimizer: OptimizerConfig, *, role: str) -> Iterator[str]:
             yield f"{at}.{name}={getattr(optimizer, name)}: must be below 1; take 0.9 to 0.999"
 
 
-def _reward(config: Config) -> Iterator[str]:
-    function, model = config.reward.function, config.reward.model
-    if function and model:
-        yield (
-            f"reward.function={function}, reward.model={model}: exactly one of them gives the "
-            "score; clear the other"
-        )
-    if not function and not model:
-        yield (
-            "reward.function=: neither it nor reward.model is set; give path/to/file.py:name, "
-            "module:name or a model directory"
-        )
-    module, colon, name = function.rpartition(":")
-    if function and not (colon and module and name.isidentifier()):
-        yield (
-            f"reward.function={function}: must name a file or module and a function; write "
-            "path/to/file.py:name or module:name"
-        )
+def _reward(config: Config) -> list[str]:
+    limit = phase_limit(config.faults, phase="reward")
+    return refused_reward(config.reward, phase_limit_seconds=limit.seconds, limit_key=limit.key)
 
 
 def _divisors_text(number: int) -> str:

@@ -73,12 +73,12 @@ class Tokenizer(ABC):
 class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer of a Hugging Face directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer
 
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(path), trust_remote_code=False, local_files_only=True
+                str(path), trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:  # transformers raises whatever its readers do
             raise UserError(
@@ -186,15 +186,16 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a Hugging Face directory or of a sentencepiece `.model` file.
 
-    Only reads local files and runs no code from them. Raises UserError where there is nothing to
-    read, where it cannot be read, or where no token ends a response.
+    Only reads local files, and runs no code from them without `trust_remote_code`. Raises
+    UserError where there is nothing to read, where it cannot be read, or where no token ends a
+    response.
     """
     path = Path(path)
     if path.is_dir():
-        return HuggingFaceTokenizer(path)
+        return HuggingFaceTokenizer(path, trust_remote_code=trust_remote_code)
     if path.is_file() and path.suffix == ".model":
         return SentencePieceTokenizer(path)
     rule = "neither a directory nor a .model file" if path.exists() else "no such file or directory"

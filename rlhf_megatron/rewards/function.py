@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.rewards.score import ScoringInput
+from rlhf_megatron.rewards.contract import ScoringInput
 from rlhf_megatron.rewards.time_limit import time_limit
 
 RewardFunction = Callable[..., Any]

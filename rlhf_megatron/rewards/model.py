@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.rewards.score import ScoringInput
+from rlhf_megatron.rewards.contract import ScoringInput
 
 
 class ModelScorer:
@@ -26,12 +27,17 @@ class ModelScorer:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         batch_samples: int = 16,
+        trust_remote_code: bool = False,
     ) -> None:
-        """Raises UserError for a missing directory, one that cannot be read, a number of labels
-        other than 1, and weights without a scoring head."""
+        """`trust_remote_code`: run code that the directory brings with it.
+
+        Raises UserError for a missing directory, one that cannot be read, a number of labels other
+        than 1, and weights without a scoring head.
+        """
         self._path = Path(path)
         self._device = device
         self._batch_samples = batch_samples
+        self._trust_remote_code = trust_remote_code
         self._tokenizer = self._load_tokenizer()
         self._model = self._load_model(dtype)
         self._pad_token_id: int | None = self._model.config.pad_token_id
@@ -95,7 +101,7 @@ class ModelScorer:
             raise self._refusal("no such directory")
         try:
             return AutoTokenizer.from_pretrained(
-                str(self._path), trust_remote_code=False, local_files_only=True
+                str(self._path), trust_remote_code=self._trust_remote_code, local_files_only=True
             )
         except Exception as error:  # transformers raises whatever its readers do
             raise self._refusal(f"no tokenizer can be read ({error})") from error
@@ -104,7 +110,9 @@ class ModelScorer:
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         try:
-            config = AutoConfig.from_pretrained(str(self._path), trust_remote_code=False)
+            config = AutoConfig.from_pretrained(
+                str(self._path), trust_remote_code=self._trust_remote_code
+            )
             labels: int = config.num_labels
             if labels != 1:
                 raise self._refusal(f"the model has {labels} labels, a reward model has 1")
@@ -112,9 +120,13 @@ class ModelScorer:
                 str(self._path),
                 dtype=dtype,
                 local_files_only=True,
-                trust_remote_code=False,
+                trust_remote_code=self._trust_remote_code,
+                weights_only=True,  # of pickled files: tensors, no code
                 output_loading_info=True,
             )
+        except UnpicklingError as error:
+            rule = "its .bin file holds more than tensors, and is not unpickled; convert it to"
+            raise self._refusal(f"{rule} safetensors where you trust it") from error
         except (OSError, ValueError, KeyError) as error:
             if isinstance(error, UserError):
                 raise

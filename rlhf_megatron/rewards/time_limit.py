@@ -13,12 +13,13 @@ class _TooLong(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float, *, name: str = "reward.timeout_seconds=") -> Iterator[None]:
     """Raises TimeoutError where the block takes longer, in the middle of it if it can be
     interrupted: by SIGALRM, which Python heeds between two of its instructions and in its waits,
-    on the main thread alone. 0: no limit.
+    on the main thread alone. 0: no limit. `name` is said before the number.
 
-    A block that sets an alarm of its own, or runs on another thread, is judged when it is over.
+    Limits nest. A block that sets an alarm of its own, or runs on another thread, is judged when it
+    is over.
     """
     if seconds == 0:
         yield
@@ -26,10 +27,11 @@ def time_limit(seconds: float) -> Iterator[None]:
     started = time.monotonic()
     on_main = threading.current_thread() is threading.main_thread()
     former = signal.signal(signal.SIGALRM, _interrupt) if on_main else None
+    outer_seconds = 0.0
     try:
         try:
             if on_main:
-                signal.setitimer(signal.ITIMER_REAL, seconds)
+                outer_seconds = signal.setitimer(signal.ITIMER_REAL, seconds)[0]
             yield
         finally:
             if on_main:
@@ -41,8 +43,12 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         if on_main:
             signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
+            if outer_seconds > 0:  # at once, where it has passed meanwhile
+                left = outer_seconds - (time.monotonic() - started)
+                signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
     if late:
-        raise TimeoutError(f"took longer than reward.timeout_seconds={seconds:g}")
+        text = f"{name}{seconds:g}" if name.endswith("=") else f"{name} {seconds:g} s"
+        raise TimeoutError(f"took longer than {text}")
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -115,6 +115,7 @@ ENGINE_ARGS_WITH_KEYS = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.kv_cache_memory_gb",
     "enable_sleep_mode": "rollout.sleep_level",
+    "trust_remote_code": "run.trust_remote_code",
 }
 """Arguments of LLM() that have a key of their own."""
 

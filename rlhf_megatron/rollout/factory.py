@@ -63,11 +63,13 @@ def build_engine(
     run_seed: int,
     max_model_len: int,
     device: torch.device,
+    trust_remote_code: bool = False,
 ) -> RolloutEngine:
     """The engine `name` ("vllm" or "hf"), number `replica`, on `ranks`, whose world is `group`.
 
-    Collective over `ranks`. Afterwards all ranks of the job, also those without an engine, must
-    call `vllm_fit.level_group_count`. Raises UserError: see the engines.
+    `trust_remote_code`: run code that the directory brings with it. Collective over `ranks`.
+    Afterwards all ranks of the job, also those without an engine, must call
+    `vllm_fit.level_group_count`. Raises UserError: see the engines.
     """
     if name == "hf":
         if len(ranks) != 1:
@@ -86,6 +88,7 @@ def build_engine(
             run_seed=run_seed,
             max_model_len=max_model_len,
             device=device,
+            trust_remote_code=trust_remote_code,
         )
     assert name == "vllm", name
     from rlhf_megatron.rollout.vllm import VllmEngine
@@ -100,4 +103,5 @@ def build_engine(
         run_seed=run_seed,
         max_model_len=max_model_len,
         device=device,
+        trust_remote_code=trust_remote_code,
     )

@@ -39,6 +39,7 @@ class HfEngine(RolloutEngine):
         run_seed: int,
         max_model_len: int,
         device: torch.device,
+        trust_remote_code: bool = False,
     ) -> None:
         """`model_dir`: Hugging Face directory (config.json; weights are not read). `dtype`:
         float32 or bfloat16. `max_model_len`: most tokens of prompt and response together."""
@@ -51,10 +52,12 @@ class HfEngine(RolloutEngine):
         self._device = device
         self._weight_version: int | None = None
         self._architecture = read_architecture(model_dir)
-        settings = transformers.AutoConfig.from_pretrained(model_dir)
+        settings = transformers.AutoConfig.from_pretrained(
+            model_dir, trust_remote_code=trust_remote_code
+        )
         with preserved_generators(device):
             model = transformers.AutoModelForCausalLM.from_config(
-                settings, dtype=getattr(torch, dtype)
+                settings, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
             )
         self._model: Any = model.to(device).eval().requires_grad_(False)
         check_parameters(

@@ -59,6 +59,7 @@ class VllmEngine(RolloutEngine):
         run_seed: int,
         max_model_len: int,
         device: torch.device,
+        trust_remote_code: bool = False,
     ) -> None:
         """`model_dir`: Hugging Face directory (config.json; weights are not read). `dtype`:
         float32 or bfloat16. `max_model_len`: most tokens of prompt and response together."""
@@ -87,6 +88,7 @@ class VllmEngine(RolloutEngine):
             seed=engine_seed(run_seed, replica=replica, step=0),
             max_model_len=max_model_len,
             device=device,
+            trust_remote_code=trust_remote_code,
         )
         with preserved_generators(device):
             vllm_fit.self_test(group)
@@ -215,12 +217,14 @@ def llm_arguments(
     seed: int,
     max_model_len: int,
     device: torch.device,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Arguments of vLLM's LLM(); `engine_args` come last but for the trainer's own."""
     on_cpu = device.type == "cpu"
     fixed: dict[str, Any] = {
         "model": os.fspath(model_dir),
         "skip_tokenizer_init": True,
+        "trust_remote_code": trust_remote_code,
         "generation_config": "vllm",  # the directory's stop tokens come through the request alone
         "load_format": "dummy",
         "dtype": dtype,
