@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from rlhf_megatron.models.vocab_parallel import VocabShard, token_log_probs
+from rlhf_megatron.models.vocab_parallel import CHUNK_BYTES, VocabShard, token_log_probs
 from rlhf_megatron.observability.memory import PeakMemory
 
 
@@ -24,7 +24,13 @@ class OneRank:
 
 
 def measure(
-    *, tokens: int, vocabulary: int, hidden: int, device: torch.device, dtype: torch.dtype
+    *,
+    tokens: int,
+    vocabulary: int,
+    hidden: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[str, float]:
     """The figures of one forward and backward pass."""
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +54,14 @@ def measure(
     run(8, 64)  # libraries allocate workspaces at their first call
     peak = PeakMemory(device)
     begin = time.perf_counter()
-    found = token_log_probs(states, weight=weight, targets=targets, shard=shard, temperature=0.7)
+    found = token_log_probs(
+        states,
+        weight=weight,
+        targets=targets,
+        shard=shard,
+        temperature=0.7,
+        chunk_bytes=chunk_bytes,
+    )
     gradients = torch.autograd.grad((found.logprobs - 0.01 * found.entropy).sum(), (states, weight))
     extra = peak.extra_bytes() - gradients[1].nbytes
     whole = 4 * tokens * vocabulary
@@ -65,6 +78,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=131072)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--chunk-bytes", type=int, default=CHUNK_BYTES)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -74,6 +88,7 @@ def main() -> None:
         hidden=options.hidden,
         device=torch.device(options.device),
         dtype=getattr(torch, options.dtype),
+        chunk_bytes=options.chunk_bytes,
     )
     print(json.dumps(found))
 

@@ -4,8 +4,7 @@ Each phase is entered through the ledger; what hangs on phases (time limits, sto
 progress line) listens there (observability/ledger.py) and is not named here.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from rlhf_megatron.bad_steps import BadSteps, check_weights
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.config import Config
 from rlhf_megatron.data.loader import PromptLoader
-from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.engine_weights import EngineWeights
 from rlhf_megatron.experience import Experience, ExperienceMaker
 from rlhf_megatron.models.config import OptimizerConfig
@@ -126,7 +124,7 @@ class TrainingStep:
         with phase("log_prob"):
             batch.response["old_logprobs"] = ppo.log_probs(ppo.actor, batch=batch, plan=plan)
         if ppo.ref is not None:
-            with phase("ref_log_prob"), self._on_device(ppo.ref):
+            with phase("ref_log_prob"):
                 batch.response["ref_logprobs"] = ppo.log_probs(ppo.ref, batch=batch, plan=plan)
         with phase("value"):
             values = ppo.values(batch, plan=plan)
@@ -155,16 +153,6 @@ class TrainingStep:
     def _sync_after(self, step: int) -> SyncReport:
         """Bring the engines up to date where it is due, else only wake them."""
         return self.weights.sync(version=step) if self.syncs_after(step) else self.weights.wake()
-
-    @contextmanager
-    def _on_device(self, ref: ModelEngine) -> Iterator[None]:
-        """With ref.offload the reference's weights are on the device only while they are used."""
-        if not self.config.ref.offload:
-            yield
-            return
-        ref.move_weights(self.device)
-        yield
-        ref.move_weights(torch.device("cpu"))
 
     def _rate(self, optimizer: OptimizerConfig, *, step: int, first_step: int = 1) -> float:
         """The rate of a role that is updated from `first_step` on."""

@@ -4,14 +4,17 @@ Every rank runs it alike; what rank 0 does beside is printing and writing.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from rlhf_megatron import assembly, checks
 from rlhf_megatron.algorithms.kl import kl_controller
-from rlhf_megatron.architectures import read_architectures
+from rlhf_megatron.architectures import Architectures, read_architectures
 from rlhf_megatron.bad_steps import BadSteps
+from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.checkpointing import Checkpointer
 from rlhf_megatron.config import Config
@@ -19,15 +22,18 @@ from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.data.loader import PromptLoader
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.engine.offload import WEIGHTS
 from rlhf_megatron.engine_weights import EngineWeights
 from rlhf_megatron.evaluation import Evaluator, append_evaluation
 from rlhf_megatron.experience import ExperienceMaker
+from rlhf_megatron.memory_watch import watch_memory
 from rlhf_megatron.observability.ledger import (
     PhaseLedger,
     StepLedger,
     append_ledger,
     merge_ledgers,
 )
+from rlhf_megatron.offloading import Offloader
 from rlhf_megatron.ppo import PpoStep
 from rlhf_megatron.resume import ResumePoint
 from rlhf_megatron.rollout.contract import SamplingParameters
@@ -63,7 +69,8 @@ class Trainer:
         self.output = RunOutput(config, is_main=self.is_main)
         self.folder, self.say = self.output.folder, self.output.say
         ledger.start_step(0)
-        ledger.listeners.append(self.output.console)
+        self.offload = Offloader(config, device=context.device, ledger=ledger)
+        ledger.listeners += [self.output.console, self.offload]
         architectures = read_architectures(config)
         # Before anything slow: vLLM may be missing, or not know an argument.
         resolved = assembly.choose_engine(config, context=context, say=self.say)
@@ -84,24 +91,11 @@ class Trainer:
         )
         if resume is None:
             self._warm_up(data)
-        self.critic = assembly.build_critic(
-            config,
-            arch=architectures.critic,
-            groups=groups.critic,
-            actor=self.actor,
-            context=context,
-        )
-        self.ref: ModelEngine | None = None
-        if architectures.ref is not None:
-            self.ref = assembly.build_reference(
-                config,
-                arch=architectures.ref,
-                groups=groups.ref,
-                actor=self.actor,
-                context=context,
-            )
-            if config.ref.offload:
-                self.ref.move_weights(torch.device("cpu"))
+        self.offload.add("actor", self.actor)
+        with self.actor.memory.on_device(WEIGHTS):
+            self._build_other_roles(architectures, groups=groups)
+        if self.offload.is_used:
+            self.say(str(self.offload))
 
         placement = assembly.choose_placement(
             config, resolved=resolved, actor=self.actor.model, context=context, say=self.say
@@ -126,6 +120,7 @@ class Trainer:
             sleep_level=config.rollout.sleep_level,
             ledger=ledger,
             device=context.device,
+            after_sync=self.offload.release,
         )
         stops = assembly.stop_token_ids(config, tokenizer=data.tokenizer, arch=architectures.actor)
         self.sampling = SamplingParameters(
@@ -193,7 +188,36 @@ class Trainer:
         )
         self.evaluations = Evaluations()
         self.checkpointer = self._build_checkpointer()
+        self.monitor = watch_memory(
+            config,
+            context=context,
+            ledger=ledger,
+            roles=[role for role in (self.actor, self.critic, self.ref) if role is not None],
+            say=self.say,
+        )
         ledger.listeners += [stop, self.checkpointer]
+
+    def _build_other_roles(self, architectures: Architectures, *, groups: assembly.Groups) -> None:
+        """Critic and reference, which may begin with the actor's weights."""
+        config = self.config
+        self.critic = assembly.build_critic(
+            config,
+            arch=architectures.critic,
+            groups=groups.critic,
+            actor=self.actor,
+            context=self.context,
+        )
+        self.offload.add("critic", self.critic)
+        self.ref: ModelEngine | None = None
+        if architectures.ref is not None:
+            self.ref = assembly.build_reference(
+                config,
+                arch=architectures.ref,
+                groups=groups.ref,
+                actor=self.actor,
+                context=self.context,
+            )
+            self.offload.add("ref", self.ref)
 
     def fit(self) -> None:
         """Train up to step `run.steps`, evaluate and save on the way, export at the end.
@@ -222,6 +246,8 @@ class Trainer:
         """Bring the engines to the present weights, those of a checkpoint where there is one.
         Returns the step they are of."""
         self._stop_early()
+        if self.offload.is_used:
+            self.weights.sleep()  # the engine has taken what the roles have left
         point = self.resume_point
         if point is not None:
             self.checkpointer.resume(point)
@@ -272,21 +298,33 @@ class Trainer:
         config = self.config
         if not config.parity.at_start:
             return
+
+        def log_probs(batch: RaggedBatch) -> torch.Tensor:
+            with self._actor_on_device(version=version):
+                return self.ppo.log_probs(self.actor, batch=batch, plan=[list(range(len(batch)))])
+
         report = check_start(
             self.weights,
             rank=self.context.rank,
             rows=self.prompts.rows,
             num_engines=self.num_engines,
             sampling=self.sampling,
-            log_probs=lambda batch: self.ppo.log_probs(
-                self.actor, batch=batch, plan=[list(range(len(batch)))]
-            ),
+            log_probs=log_probs,
             group=self.job,
             config=config.parity,
             precision=config.actor.precision,
             version=version,
         )
         self.say(str(report))
+
+    @contextmanager
+    def _actor_on_device(self, *, version: int) -> Iterator[None]:
+        """Outside its phases, while the engine, which has weights `version`, is awake."""
+        if self.actor.memory.is_here(WEIGHTS):
+            yield
+            return
+        with self.weights.asleep(version=version), self.actor.memory.on_device(WEIGHTS):
+            yield
 
     def _evaluates_after(self, step: int) -> bool:
         config = self.config
@@ -335,7 +373,8 @@ class Trainer:
             append_evaluation(self.folder, report=report)
         self.say(f"evaluation after step {step}: mean reward {report.reward_mean:.4f}")
         if self.evaluations.add(report) and step > 0 and self.config.evaluation.keep_best:
-            self._export(self.folder / "checkpoints" / "best", overwrite=True)
+            with self._actor_on_device(version=step):
+                self._export(self.folder / "checkpoints" / "best", overwrite=True)
 
     def _write_ledger(self) -> StepLedger:
         """The records of all ranks since the last step."""
@@ -349,12 +388,14 @@ class Trainer:
         metrics |= self._write_ledger().metrics() | self.checkpointer.take_metrics()
         metrics |= self.throughput.metrics(metrics)
         self.output.step(step, metrics=metrics)
+        self.monitor.after_step(step)
 
     def _finish(self) -> None:
         self.checkpointer.finish()
         self.output.before_and_after(self.evaluations)
         if self.config.export.final:
-            self._export(self.folder / "hf", overwrite=True)
+            with self._actor_on_device(version=self.config.run.steps):
+                self._export(self.folder / "hf", overwrite=True)
         self.output.close(self.evaluations)
 
     def _export(self, target: Path, *, overwrite: bool) -> None:
