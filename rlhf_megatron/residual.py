@@ -35,7 +35,8 @@ class ResidualCheck:
         measure: Callable[[torch.device], float] | None = None,
     ) -> None:
         """bound_gb: rollout.sleep_residual_gb; 0: GROWTH_GB above the first measurement, in the
-        second step of this process. roles: what they hold on the device is known. measure: GB in use, for tests."""
+        second step of this process. roles: what they hold on the device is known. measure: GB in
+        use, for tests."""
         self._bound_gb, self._device, self._group = bound_gb, device, group
         self._roles = list(roles)
         self._measure = measure or _used_gb
