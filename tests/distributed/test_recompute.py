@@ -83,9 +83,11 @@ def gradients_of(rank: int, directory: Path, shape: Shape, head: str, way: str) 
     return Found(gradients, sum(kept.values()))
 
 
-@pytest.mark.parametrize("head", [LM_HEAD, VALUE_HEAD])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients_are_the_same_however_much_is_recomputed(models, shape, head):
+CASES = [(LM_HEAD, shape) for shape in SHAPES] + [(VALUE_HEAD, SHAPES[-1])]
+
+
+@pytest.mark.parametrize(("head", "shape"), CASES, ids=lambda case: str(case))
+def test_gradients_are_the_same_however_much_is_recomputed(models, head, shape):
     def run(way: str) -> list[Found]:
         return run_ranks(shape.world_size, gradients_of, models / "llama", shape, head, way)
 

@@ -224,6 +224,11 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["reward.model=m"], ["reward.function=rewards.py:score, reward.model=m", "exactly one"]),
     (["reward.function="], ["reward.function=", "neither", "path/to/file.py:name"]),
     (["reward.function=score"], ["reward.function=score", "must name a file", "module:name"]),
+    (
+        ["critic.recompute.num_layers=2"],
+        ["critic.recompute.num_layers=2", "granularity=none", "set granularity=full, or 0"],
+    ),
+    (["actor.recompute=full"], ["actor.recompute=full", "is a section", "recompute.granularity"]),
     (["reward.function=a.py:"], ["reward.function=a.py:", "must name a file", "module:name"]),
 ]
 
@@ -523,6 +528,15 @@ def model_problems(*overrides: str, **models: Numbers) -> list[str]:
                 "must divide the 2 layers of a stage of CRITIC",
                 "1 or 2",
             ],
+        ),
+        (
+            [
+                "actor.parallel.pipeline_model_parallel_size=2",
+                "actor.recompute.granularity=full",
+                "actor.recompute.num_layers=3",
+            ],
+            {},
+            ["actor.recompute.num_layers=3: a stage has 2 layers", "at most 2, or 0 for all"],
         ),
         (
             ["rollout.max_response_tokens=1025"],
