@@ -17,7 +17,7 @@ from rlhf_megatron.faults_config import phase_limit, refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.layout.remote_code import refused_code
 from rlhf_megatron.loader import show
-from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
 from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
 
@@ -86,6 +86,8 @@ def validate(config: Config, *, world_size: int) -> list[str]:
         *_ppo(config),
         *_optimizer(config.actor.optimizer, role="actor"),
         *_optimizer(config.critic.optimizer, role="critic"),
+        *_recompute(config.actor.recompute, role="actor"),
+        *_recompute(config.critic.recompute, role="critic"),
         *_reward(config),
         *refused_phase_limits(config.faults.phase_limits),
     ]
@@ -428,6 +430,14 @@ def _optimizer(optimizer: OptimizerConfig, *, role: str) -> Iterator[str]:
     for name in ("beta1", "beta2"):
         if getattr(optimizer, name) >= 1:
             yield f"{at}.{name}={getattr(optimizer, name)}: must be below 1; take 0.9 to 0.999"
+
+
+def _recompute(recompute: RecomputeConfig, *, role: str) -> Iterator[str]:
+    if recompute.num_layers and recompute.granularity != "full":
+        yield (
+            f"{role}.recompute.num_layers={recompute.num_layers}: counts whole layers, and "
+            f"{role}.recompute.granularity={recompute.granularity}; set granularity=full, or 0"
+        )
 
 
 def _reward(config: Config) -> list[str]:
