@@ -9,7 +9,6 @@ it also compares them and measures all-reduce and all-gather. One table, red lin
 0 go, 1 no-go, 2 bad usage or configuration. docs/doctor.md says what is looked at.
 """
 
-import math
 import os
 import socket
 import sys
@@ -26,12 +25,11 @@ from rlhf_megatron.config import Config, load_config
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.doctor.config import DoctorConfig
 from rlhf_megatron.doctor.facts import Needs
-from rlhf_megatron.doctor.needs import needs_of
+from rlhf_megatron.doctor.needs import needs_of, smallest_world
 from rlhf_megatron.doctor.report import Report
 from rlhf_megatron.environment import adopt_slurm_environment
 from rlhf_megatron.errors import EXIT_DONE, EXIT_FAILED, UserError
 from rlhf_megatron.launcher import launch
-from rlhf_megatron.layout.parallel import parse_ranks
 from rlhf_megatron.main import Parser
 from rlhf_megatron.ranks import refuse, run_ranks
 from rlhf_megatron.validation import load_and_validate
@@ -87,6 +85,11 @@ def _parser() -> Parser:
         default=None,
         help="ranks of the run that is planned (default: as started; alone: what fits)",
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only what is looked at when a job starts: no speeds, no imports; seconds",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="override keys of the configuration"
@@ -112,25 +115,6 @@ def _config(options: Namespace, *, started: int | None) -> Config | None:
     )
 
 
-def smallest_world(config: Config) -> int:
-    """Ranks for which the layouts of all roles and of the engines can come out even."""
-    sizes = [config.rollout.tensor_parallel_size]
-    highest = 0
-    for role in (config.actor, config.critic, config.ref, config.reward):
-        parallel = role.parallel
-        sizes.append(
-            parallel.tensor_model_parallel_size
-            * parallel.pipeline_model_parallel_size
-            * max(parallel.data_parallel_size, 1)
-        )
-        try:
-            highest = max(highest, *parse_ranks(parallel.ranks, default=(0,)), 0)
-        except ValueError:
-            continue  # validation names it
-    product = math.lcm(*sizes)
-    return product * math.ceil((highest + 1) / product)
-
-
 def _needs(config: Config | None, *, world_size: int) -> Needs:
     if config is None:
         return Needs(config=DoctorConfig())
@@ -151,7 +135,7 @@ def _alone(options: Namespace, config: Config | None, needs: Needs) -> int:
         return EXIT_DONE  # one process of a node is enough
     from rlhf_megatron.doctor.examine import examine_node
 
-    report = examine_node(config, needs=needs)
+    report = examine_node(config, needs=needs, full=not options.quick)
     _print(report, as_json=options.json)
     return report.exit_code
 
@@ -172,7 +156,9 @@ def _as_rank(options: Namespace, config: Config | None, needs: Needs) -> int:
 
         watch = Watch(timeout_seconds=timeout)
         channel.position = watch.position
-        report = examine_job(context, config=config, needs=needs, full=True, watch=watch)
+        report = examine_job(
+            context, config=config, needs=needs, full=not options.quick, watch=watch
+        )
         if context.rank == 0:
             _print(report, as_json=options.json)
         return report.exit_code

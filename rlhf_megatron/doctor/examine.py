@@ -44,18 +44,18 @@ def judge(job: JobFacts) -> Report:
     return Report.of(job.subject, (finding for check in CHECKS for finding in check(job)))
 
 
-def examine_node(config: Config | None, *, needs: Needs) -> Report:
-    """This machine alone, all of its GPUs, from one process without peers; 1 to 2 minutes."""
+def examine_node(config: Config | None, *, needs: Needs, full: bool) -> Report:
+    """This machine alone, all of its GPUs, from one process without peers. `full` as below."""
     uses_cuda = torch.cuda.is_available() and needs.device != "cpu"
     rank = gather_rank(
         rank=0,
         local_rank=0,
         local_world_size=1,
         device=torch.device("cuda", 0) if uses_cuda else torch.device("cpu"),
-        measure=True,
+        measure=full,
         all_gpus=True,
     )
-    node = _node(config, number=0, probe=None, full=True)
+    node = _node(config, number=0, probe=None, full=full)
     return judge(
         JobFacts(
             ranks=(rank,),

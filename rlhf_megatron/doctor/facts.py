@@ -224,8 +224,11 @@ class JobFacts:
         )
 
     def node_of(self, rank: RankFacts) -> NodeFacts:
-        """The node by whose first rank it was examined."""
-        return self.nodes[0 if self.node_only else rank.rank // rank.local_world_size]
+        """The rank's node: by name, or where names repeat by the order of the ranks."""
+        named = [node for node in self.nodes if node.hostname == rank.hostname]
+        if len(named) == 1:
+            return named[0]
+        return self.nodes[min(rank.rank // rank.local_world_size, len(self.nodes) - 1)]
 
 
 T = TypeVar("T")

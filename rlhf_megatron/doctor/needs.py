@@ -1,8 +1,11 @@
 """What a configured run needs of the machines."""
 
+import math
+
 from rlhf_megatron.architectures import Architectures
 from rlhf_megatron.config import Config
 from rlhf_megatron.doctor.facts import Needs
+from rlhf_megatron.layout.parallel import parse_ranks
 from rlhf_megatron.layout.sizes import num_parameters
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
@@ -48,3 +51,22 @@ def needs_of(config: Config, *, architectures: Architectures | None, world_size:
         + (checkpoint_bytes // world_size if checkpoint.asynchronous else 0),
         stop_before_seconds=checkpoint.stop_before_minutes * 60,
     )
+
+
+def smallest_world(config: Config) -> int:
+    """Ranks for which the layouts of all roles and of the engines can come out even."""
+    sizes = [config.rollout.tensor_parallel_size]
+    highest = 0
+    for role in (config.actor, config.critic, config.ref, config.reward):
+        parallel = role.parallel
+        sizes.append(
+            parallel.tensor_model_parallel_size
+            * parallel.pipeline_model_parallel_size
+            * max(parallel.data_parallel_size, 1)
+        )
+        try:
+            highest = max(highest, *parse_ranks(parallel.ranks, default=(0,)), 0)
+        except ValueError:
+            continue  # validation names it
+    product = math.lcm(*sizes)
+    return product * math.ceil((highest + 1) / product)

@@ -140,9 +140,9 @@ def _required(name: str, *, software: SoftwareFacts, where: str, way_out: str) -
 
 
 def within(version: str, *, low: str, high: str) -> bool:
-    """Whether low <= version < high; local parts (+cu130) do not count. Unreadable: no."""
+    """Whether low <= version < high, by release numbers: 0.20rc1 counts as 0.20. Unreadable: no."""
     try:
-        release = Version(Version(version).public)
+        release = Version(Version(version).base_version)
     except InvalidVersion:
         return False
     return Version(low) <= release < Version(high)
