@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rlhf_megatron.doctor.facts import Needs
 from rlhf_megatron.doctor.report import Report
 from rlhf_megatron.doctor.watch import Watch
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,8 +123,6 @@ def starts(rank: int, folder: Path, stuck: bool) -> None:
     channel = FailureChannel(rank=rank, world_size=2)
     channel.start()
     if stuck and rank == 0:
-        import time
-
         gather_files._readable_files = lambda path: time.sleep(600)
     elif rank == 0:
         gather_files.write_problem = lambda folder: f"{folder}: cannot be written to"
@@ -168,24 +168,24 @@ def test_the_command_over_two_ranks() -> None:
     assert {"python", "torch", "megatron-core"} <= {f["check"] for f in found["findings"]}
 
 
-def test_a_rank_that_stays_away_is_named(folder: Path) -> None:
+def test_a_rank_that_stays_away_is_named(tmp_path: Path) -> None:
     """Rank 0 of two, and no rank 1: no hang, its name, and no-go."""
-    config = folder / "config.yaml"
-    config.write_text("distributed: {device: cpu}\ndoctor: {timeout_seconds: 1}\n")
-    from rlhf_megatron.launcher import free_port
-
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "run: {output_dir: runs/x}\nactor: {model: none}\ndata: {prompts: none.jsonl}\n"
+        'reward: {function: "rewards.py:score"}\ndistributed: {device: cpu}\n'
+    )
     ended = doctor(
-        "--quick",
+        *("--quick", "--config", str(config), "doctor.timeout_seconds=1"),
         RANK="0",
         LOCAL_RANK="0",
         WORLD_SIZE="2",
         LOCAL_WORLD_SIZE="1",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
-        RLHF_MEGATRON_JOIN_SECONDS="1",
     )
-    assert ended.returncode == 1
-    assert "rank 1 of 2 (node 1): not come within" in ended.stderr
+    assert ended.returncode == 1, ended.stderr
+    assert "rank 1 of 2 (node 1): not come within 1 s" in ended.stderr
     assert "no-go" in ended.stdout
 
 
