@@ -87,7 +87,17 @@ def _sharing(job: JobFacts) -> Iterator[Finding]:
     groups = grouped([(gpu.uuid, rank) for rank in job.ranks for gpu in rank.gpus], by=_uuid)
     for uuid, pairs in groups.items():
         ranks = [rank for _, rank in pairs]
-        if len(ranks) > 1:
+        if len(ranks) == 1:
+            continue
+        hosts = {rank.variables.get("NCCL_HOSTID") for rank in ranks}
+        if len(hosts) == len(ranks) and None not in hosts:
+            yield warning(
+                "GPUs",
+                f"{where(ranks)} share GPU {uuid}, which NCCL_HOSTID hides from NCCL",
+                expected="a GPU of its own for each rank",
+                way_out="good for a test, far too slow for a run: start one rank per GPU",
+            )
+        else:
             yield red(
                 "GPUs",
                 f"{where(ranks)} share GPU {uuid}",

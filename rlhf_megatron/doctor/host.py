@@ -55,7 +55,8 @@ def _open_files(job: JobFacts) -> Iterator[Finding]:
     wanted = FILES_AT_LEAST + FILES_PER_PEER * len(job.ranks)
     small = [rank for rank in job.ranks if rank.open_files < wanted]
     if not small:
-        return (yield good("open files", _limit(job.ranks[0].open_files), f"at least {wanted}"))
+        yield good("open files", _limit(job.ranks[0].open_files), f"at least {wanted}")
+        return
     worst = min(small, key=lambda rank: rank.open_files)
     tell = red if worst.open_files < FILES_PER_PEER * len(job.ranks) else warning
     yield tell(

@@ -538,6 +538,22 @@ WARNINGS: list[tuple[str, Callable[[], JobFacts], str, list[str]]] = [
         "vllm and torch",
         ["2.11.1", "2.11.0"],
     ),
+    (
+        "a GPU for two, hidden from NCCL",
+        lambda: replace(
+            HEALTHY,
+            ranks=tuple(
+                replace(
+                    r,
+                    gpus=(gpu(0) if r.rank == 1 else gpu(r.rank),),
+                    variables={**r.variables, "NCCL_HOSTID": str(r.rank)},
+                )
+                for r in HEALTHY.ranks
+            ),
+        ),
+        "GPUs",
+        ["ranks 0-1 on n0 share GPU uuid-0", "NCCL_HOSTID", "one rank per GPU"],
+    ),
     ("idle GPUs", lambda: with_rank(0, num_gpus=8), "GPUs", ["8 visible for 2", "idle"]),
     (
         "two kinds",
