@@ -1,6 +1,7 @@
 """Versions and their known conflicts."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
@@ -52,7 +53,7 @@ def _equal_on_all_nodes(job: JobFacts) -> Iterator[Finding]:
         return
     differing = []
     for name in ("python", "nccl", *SHOWN):
-        found = grouped(job.nodes, by=lambda node, name=name: _version_of(node, name=name))
+        found = grouped(job.nodes, by=partial(_version_of, name=name))
         if len(found) > 1:
             parts = [f"{v or 'none'} on {nodes_in_words(nodes)}" for v, nodes in found.items()]
             differing.append(f"{name}: {'; '.join(parts)}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rlhf_megatron.doctor.facts import JobFacts, RankFacts, grouped, where
 from rlhf_megatron.doctor.report import Finding, good, note, red, warning
@@ -162,7 +163,7 @@ def _threads(job: JobFacts) -> Iterator[Finding]:
 def _differing(job: JobFacts) -> Iterator[Finding]:
     names = {n for r in job.ranks for n in r.variables if n.startswith(PREFIXES)}
     for name in sorted(names - set(MAY_DIFFER)):
-        groups = grouped(job.ranks, by=lambda r, name=name: r.variables.get(name, ""))
+        groups = grouped(job.ranks, by=partial(_value_of, name=name))
         if len(groups) > 1:
             parts = [f"{value or 'not set'} on {where(ranks)}" for value, ranks in groups.items()]
             yield warning(
@@ -172,3 +173,7 @@ def _differing(job: JobFacts) -> Iterator[Finding]:
                 way_out="set it for all ranks or for none (srun --export=ALL; torchrun passes its "
                 "own environment on)",
             )
+
+
+def _value_of(rank: RankFacts, *, name: str) -> str:
+    return rank.variables.get(name, "")
