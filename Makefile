@@ -1,6 +1,6 @@
 # make quickstart   train a tiny model on this machine's CPU, from nothing
 # make test         all tests (those that need a GPU skip without one)
-# make lint         ruff and mypy
+# make lint         ruff, mypy, and hadolint for the Dockerfiles
 # make docs         docs/config.md, the reference of all keys, from the code
 # make venv         only the virtual environment of the three above
 # make clean        caches and build files; leaves .venv, runs/ and data/
@@ -16,7 +16,7 @@ ARGS ?=
 TEST_TIMEOUT ?= 300
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+INSTALL := PYTHON=$(BIN)/python requirements/install.sh
 
 export OMP_NUM_THREADS ?= 1
 
@@ -35,6 +35,7 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile Dockerfile.cpu
 
 docs: $(VENV)/.cpu-installed
 	$(BIN)/python tools/config_reference.py --output docs/config.md
@@ -45,14 +46,14 @@ venv: $(VENV)/.dev-installed
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.cpu-installed: requirements/cpu.txt requirements/cpu-nodeps.txt setup.py | $(BIN)/python
-	$(PIP) --requirement requirements/cpu.txt
-	$(PIP) --no-deps --requirement requirements/cpu-nodeps.txt
-	$(PIP) --no-deps --no-build-isolation --editable .
+$(VENV)/.cpu-installed: requirements/cpu.txt requirements/cpu-nodeps.txt requirements/install.sh \
+		setup.py | $(BIN)/python
+	$(INSTALL) cpu
+	EDITABLE=1 $(INSTALL) self
 	touch $@
 
 $(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.cpu-installed
-	$(PIP) --requirement requirements/dev.txt
+	$(INSTALL) dev
 	touch $@
 
 clean:

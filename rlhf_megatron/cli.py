@@ -8,6 +8,7 @@ from rlhf_megatron import __version__
 from rlhf_megatron.errors import EXIT_BAD_INPUT
 
 TOOLS = {
+    "doctor": "doctor",
     "hf-to-megatron": "hf_to_megatron",
     "megatron-to-hf": "megatron_to_hf",
     "convert-checkpoint": "convert_checkpoint",

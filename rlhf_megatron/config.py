@@ -15,6 +15,7 @@ from rlhf_megatron.algorithms.config import PpoConfig
 from rlhf_megatron.checkpoint.config import CheckpointConfig, ExportConfig
 from rlhf_megatron.data.config import DataConfig, EvaluationConfig, WarmupConfig
 from rlhf_megatron.distributed.config import DistributedConfig
+from rlhf_megatron.doctor.config import DoctorConfig
 from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.faults_config import FaultsConfig
 from rlhf_megatron.loader import Loaded, load
@@ -72,6 +73,7 @@ class Config:
     checkpoint: CheckpointConfig = items(CheckpointConfig)
     export: ExportConfig = items(ExportConfig)
     faults: FaultsConfig = items(FaultsConfig)
+    doctor: DoctorConfig = items(DoctorConfig)
     logging: LoggingConfig = items(LoggingConfig)
     distributed: DistributedConfig = items(DistributedConfig)
 

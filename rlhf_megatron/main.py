@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rlhf_megatron.architectures import read_architectures, stand_in_folders
+from rlhf_megatron.architectures import Architectures, read_architectures, stand_in_folders
 from rlhf_megatron.config import Config
 from rlhf_megatron.config_names import answer
 from rlhf_megatron.environment import adopt_slurm_environment
@@ -81,19 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stand_ins = stand_in_folders(options.config)
             print(describe(config, world_size=options.world_size or started, stand_ins=stand_ins))
             return EXIT_DONE
-        read_architectures(config)
+        architectures = read_architectures(config)
     except UserError as error:
         return refuse(error)
-    return train(config)
+    return train(config, architectures=architectures)
 
 
-def train(config: Config) -> int:
+def train(config: Config, *, architectures: Architectures) -> int:
     """Join the job and train. Does not return where any rank fails: failure.py ends them all."""
 
     def body(context: "DistributedContext", channel: "FailureChannel") -> int:
         import torch.distributed as dist
 
         from rlhf_megatron.distributed.seeds import seed_everything
+        from rlhf_megatron.doctor.at_start import check_machines
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
         from rlhf_megatron.out_of_memory import OutOfMemoryReport
@@ -104,6 +105,8 @@ def train(config: Config) -> int:
         from rlhf_megatron.trainer import Trainer
 
         signals = StopSignals()
+        if config.doctor.at_start:
+            check_machines(config, architectures=architectures, context=context, channel=channel)
         ledger = PhaseLedger(rank=context.rank, device=context.device)
         channel.position = lambda: position_of(ledger, config=config)
         channel.hide = config.secrets.hide

@@ -54,3 +54,7 @@ class DistributedConfig:
     timeout_seconds: float = number(1800.0, minimum=0, exclusive=True)
     """How long a collective may wait for its peers before the job ends with an error. Seconds,
     default 1800."""
+
+    join_timeout_seconds: float = number(600.0, minimum=0, exclusive=True)
+    """How long the ranks that have started wait for the others before the job ends with the names
+    of those that are missing. Seconds, default 600."""

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rlhf_megatron.distributed.config import DistributedConfig
+from rlhf_megatron.distributed.roll_call import call_roll
 from rlhf_megatron.errors import ConfigError, UserError
 
 
@@ -67,7 +69,7 @@ def start(config: DistributedConfig) -> DistributedContext:
     """Join the job: choose the device, initialise torch.distributed, redirect CUDA on a CPU.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them
-    the job is this one process. Raises UserError where some are missing.
+    the job is this one process. Raises UserError where some are missing, and where ranks stay away.
     """
     single = "WORLD_SIZE" not in os.environ
     if single:
@@ -92,20 +94,27 @@ def start(config: DistributedConfig) -> DistributedContext:
 
         use_cpu_in_place_of_cuda()
 
-    timeout = timedelta(seconds=config.timeout_seconds)
     # No device_id: a bound device makes new_group split the parent communicator, which needs every
     # rank of the job, while role groups are made by their members alone (groups.py).
     if single:
-        store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        agents = _store_of_this_attempt(timeout)
-        dist.init_process_group(
-            backend, store=agents, rank=rank, world_size=world_size, timeout=timeout
-        )
+        store: Store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))  # type: ignore[attr-defined]
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        store = _job_store(rank, timeout=timedelta(seconds=config.join_timeout_seconds))
+        call_roll(
+            store,
+            rank=rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            timeout_seconds=config.join_timeout_seconds,
+        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.timeout_seconds),
+    )
     return DistributedContext(
         rank=rank,
         world_size=world_size,
@@ -118,17 +127,37 @@ def start(config: DistributedConfig) -> DistributedContext:
     )
 
 
-def _store_of_this_attempt(timeout: timedelta) -> Store:
-    """torchrun may keep its store through restarts (2.13: dynamic_rendezvous.py shares that of the
-    rendezvous): without a prefix ranks would find the addresses of the processes before them."""
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
-    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def _job_store(rank: int, *, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which a torchrun agent or rank 0 holds.
+
+    Raises UserError where it cannot be made or reached within `timeout`.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    held_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank == 0 and not held_by_agent
+    try:
+        store = TCPStore(
+            address, int(port), is_master=is_master, timeout=timeout, wait_for_workers=False
+        )
+    except (RuntimeError, ValueError) as error:
+        if is_master:
+            problem = "cannot listen there; take a free port for MASTER_PORT"
+        else:
+            problem = (
+                f"cannot be reached within {timeout.total_seconds():g} s; MASTER_ADDR must be a "
+                "name or address of rank 0's node that every node reaches, and rank 0 be running"
+            )
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"rank {rank} on {socket.gethostname()}: the job's store at {address}:{port} {problem} "
+            f"({first_line})"
+        ) from None
+    if held_by_agent:
+        # torchrun may keep its store through restarts (2.13: dynamic_rendezvous.py shares that of
+        # the rendezvous): without a prefix ranks would find the addresses of the processes before.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"attempt_{attempt}", store)
+    return store
 
 
 def release_cached_memory(device: torch.device) -> None:

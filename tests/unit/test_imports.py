@@ -4,7 +4,7 @@ Imports are read from the syntax trees, those inside functions included; nothing
 
     config, errors, schema, batch, every room's config.py
       <- algorithms, layout <- validation, resolve <- distributed <- models
-      <- engine, reshard, rollout, rewards, data, checkpoint <- trainer
+      <- engine, reshard, rollout, rewards, data, checkpoint <- trainer <- doctor
       <- launch, tools, benchmarks, and main.py and cli.py, which they call
     The other modules on the package's top level are parts of the loop: they count as trainer.
     observability imports config only; engine, reshard, rollout, trainer and above import it
@@ -28,6 +28,7 @@ LEVELS = [
     {"models"},
     {"engine", "reshard", "rollout", "rewards", "data", "checkpoint"},
     {"trainer"},
+    {"doctor"},
     {"top"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
