@@ -1,7 +1,7 @@
 """What a report shows of a run, read from the run's folder, whatever state that is in.
 
-A run may still be going, have written nothing yet, or have been killed in the middle of a line: what
-is missing or damaged becomes a note, never an error.
+A run may still be going, have written nothing yet, or have been killed in the middle of a line:
+what is missing or damaged becomes a note, never an error.
 """
 
 import json
