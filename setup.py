@@ -47,6 +47,7 @@ setup(
             "vllm==0.25.1; python_version >= '3.12'",
         ],
         "logging": ["wandb", "tensorboard"],
+        "report": ["plotly>=7"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
         "tools": ["accelerate", "gguf", "matplotlib"],
     },

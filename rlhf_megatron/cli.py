@@ -13,6 +13,7 @@ TOOLS = {
     "convert-checkpoint": "convert_checkpoint",
     "inspect-checkpoint": "inspect_checkpoint",
     "plan-reshard": "plan_reshard",
+    "report": "report",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",
     "make-quickstart": "make_quickstart",

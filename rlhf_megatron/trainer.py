@@ -36,6 +36,7 @@ from rlhf_megatron.observability.ledger import (
     merge_ledgers,
 )
 from rlhf_megatron.observability.metrics import MetricsWriter
+from rlhf_megatron.observability.report import report_at_end
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
 from rlhf_megatron.ppo import PpoStep, UpdateReport, score_metrics, update_kl_controller
 from rlhf_megatron.resume import ResumePoint
@@ -484,8 +485,18 @@ class Trainer:
             self.console.before_after(_before_after(first.rows, after=last.rows))
         if self.config.export.final:
             self._export(self.folder / "hf", overwrite=True)
+        has_report = (
+            self.is_main and self.config.logging.report and report_at_end(self.folder) is not None
+        )
         exported = self.config.export.final
-        self.say(_where_to_look(self.folder, exported=exported, evaluations=self.evaluations))
+        self.say(
+            _where_to_look(
+                self.folder,
+                exported=exported,
+                evaluations=self.evaluations,
+                has_report=has_report,
+            )
+        )
         if self.writer is not None:
             self.writer.close()
         self.console.close()
@@ -544,9 +555,13 @@ def _before_after(before: list[RolloutRow], *, after: list[RolloutRow]) -> list[
     return lines[:BEFORE_AFTER_PROMPTS]
 
 
-def _where_to_look(folder: Path, *, exported: bool, evaluations: Evaluations) -> str:
+def _where_to_look(
+    folder: Path, *, exported: bool, evaluations: Evaluations, has_report: bool
+) -> str:
     lines = ["", f"run folder: {folder}"]
     lines.append("  metrics.jsonl     one line per step")
+    if has_report:
+        lines.append("  report.html       the run in charts, for a browser")
     lines.append("  rollouts/         every sampled response with its reward")
     if evaluations.best_step:
         lines.append(

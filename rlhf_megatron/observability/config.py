@@ -35,6 +35,10 @@ class LoggingConfig:
     rollouts_interval_steps: int = number(1, minimum=0)
     """Write RUN/rollouts/step_N.jsonl every so many steps; 0 never. Default 1."""
 
+    report: bool = True
+    """Write RUN/report.html, the run in charts, when it is done. Default true. Needs the package
+    plotly; without it the run's end says so in a line."""
+
     peak_tflops: float = number(0.0, minimum=0)
     """Dense peak rate of one device in the training precision, for train/mfu. 0 (default) takes
     the device's known rate; on a CPU it is measured by a matrix product at the start."""

@@ -42,7 +42,7 @@ class WrittenReport:
 def write_report(folders: Sequence[Path], *, output: Path | None = None) -> WrittenReport:
     """Write a report of the runs in `folders` (each a run.output_dir; one may still be going).
 
-    `output`: by default report.html in the first run's folder. The file appears whole or not at all.
+    `output`: by default report.html in the first run's folder; it appears whole or not at all.
     Raises UserError for a folder without a run, PlotlyMissingError, OSError.
     """
     begin = time.monotonic()

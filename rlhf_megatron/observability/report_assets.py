@@ -25,15 +25,16 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 5px 10px 5px 0;
   border-bottom: 1px solid var(--line); }
 th { font-weight: 600; }
+th { white-space: nowrap; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums;
   white-space: nowrap; }
-.facts th[scope=row] { width: 150px; color: var(--faint); font-weight: 500; }
+.facts th[scope=row] { width: 175px; color: var(--faint); font-weight: 500; }
 .facts.several td { min-width: 190px; }
 .split { display: flex; height: 14px; border-radius: 3px; overflow: hidden; margin: 4px 0; }
 .warn { background: var(--warn-paper); border-left: 4px solid var(--warn); padding: 8px 12px;
   margin: 12px 0; }
 .warn ul, .notes ul { margin: 2px 0; padding-left: 20px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr));
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 375px), 1fr));
   gap: 18px 22px; }
 figure { margin: 0; min-width: 0; }
 figure.wide { grid-column: 1 / -1; }
@@ -42,8 +43,8 @@ summary { cursor: pointer; padding: 9px 12px; font-weight: 600; }
 details > div { padding: 0 12px 10px; }
 .text { white-space: pre-wrap; font-family: ui-monospace, monospace; font-size: 13px; }
 .sample { border-top: 1px solid var(--line); padding: 7px 0; }
-.sample .text { background: var(--panel); border-radius: 4px; padding: 4px 8px; margin-top: 3px;
-  max-height: 260px; overflow-y: auto; }
+.sample .text { padding: 2px 8px; margin-top: 3px; max-height: 260px; overflow-y: auto; }
+.sample .response { background: var(--panel); border-radius: 4px; padding: 4px 8px; }
 pre { overflow-x: auto; font: 13px/1.4 ui-monospace, monospace; margin: 0; }
 @media (max-width: 600px) { body { padding: 10px 12px 50px; }
   .facts:not(.several) tr { display: block; border-bottom: 1px solid var(--line);
@@ -79,9 +80,7 @@ function themed(layout) {
 }
 async function drawAll() {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const options = {responsive: true, displaylogo: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]};
-  if (matchMedia("(pointer: coarse)").matches) options.displayModeBar = false;
+  const options = {responsive: true, displayModeBar: false};  // a double click zooms out
   let drawn = 0;
   for (const [id, figure] of Object.entries(figures)) {
     try {

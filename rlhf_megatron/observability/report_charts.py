@@ -33,7 +33,7 @@ MOST_POINTS = 1000
 LEAST_POINTS = 100
 MOST_BARS = 60
 MOST_MARKS = 40
-LINE_HEIGHT = 260
+LINE_HEIGHT = 240
 DASHES = ("solid", "dot")
 
 
@@ -170,9 +170,10 @@ def _mark_events(figure: "Figure", *, runs: Sequence[RunData]) -> str:
 def _throughput_and_memory(runs: Sequence[RunData]) -> Chart | None:
     throughput, memory = "train/throughput_tokens_per_sec", "gpu/memory_active_gb"
     figure = _figure(unit="tokens/s (solid)")
-    most, bucket = points_per_line(len(runs)), 1
+    most, bucket, largest_gb = points_per_line(len(runs)), 1, 0.0
     for index, run in enumerate(runs):
         steps = [int(row["step"]) for row in run.steps]
+        largest_gb = max(largest_gb, *(gb or 0.0 for gb in (0.0, *run.series(memory))))
         for key, dash, axis in ((throughput, "solid", "y"), (memory, "dot", "y2")):
             values = run.series(key)
             if all(value is None for value in values):
@@ -189,11 +190,13 @@ def _throughput_and_memory(runs: Sequence[RunData]) -> Chart | None:
             "title": {"text": "GB (dotted)", "standoff": 8},
             "overlaying": "y",
             "side": "right",
-            "rangemode": "tozero",
+            "range": [0, largest_gb * 1.1 or 1.0],
+            "tickmode": "auto",
+            "nticks": 6,
             "showgrid": False,
+            "zeroline": False,
             "automargin": True,
         },
-        margin={"r": 60},
     )
     return Chart(
         section=SPEED,
@@ -330,7 +333,7 @@ def _turn(figure: "Figure", *, num_bars: int, unit: str) -> int:
         bargap=0.25,
         hovermode="closest",
         xaxis={"title": {"text": unit}, "rangemode": "tozero", "tickformat": "", "nticks": 6},
-        yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
+        yaxis={"autorange": "reversed", "type": "category", "nticks": 0, "dtick": 1},
     )
     return max(LINE_HEIGHT, min(90 + 20 * num_bars, 900))
 

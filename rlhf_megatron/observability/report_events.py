@@ -7,7 +7,7 @@ resume cuts away from the other files, so a step can appear in it twice.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Event:
 def read_events(folder: Path, *, steps: Sequence[Mapping[str, Any]]) -> list[Event]:
     """The events of the run in `folder`, oldest first; `steps`: the lines of its metrics.jsonl."""
     events = _from_log(folder / "logs" / "rank_0000.log")
+    inside = f"{folder.resolve()}/"
+    events = [replace(event, text=event.text.replace(inside, "")) for event in events]
     told = {event.step for event in events if event.kind == SKIPPED}
     events += [
         Event(
@@ -54,12 +56,6 @@ def read_events(folder: Path, *, steps: Sequence[Mapping[str, Any]]) -> list[Eve
         if row.get("faults/skipped_updates") and row["step"] not in told
     ]
     return events
-
-
-def log_span(folder: Path) -> tuple[datetime, datetime] | None:
-    """Times of the first and the last line of rank 0's log; None where there is no log."""
-    times = [found["time"] for found in _lines(folder / "logs" / "rank_0000.log")]
-    return (_time(times[0]), _time(times[-1])) if times else None
 
 
 def _from_log(path: Path) -> list[Event]:

@@ -69,7 +69,7 @@ TRAINING_LINES = (
         caption="share of responses cut at the length limit",
         unit="share",
         keys=("response/truncated_fraction",),
-        tickformat=".0%",
+        tickformat=".1~%",
     ),
     Lines(
         section=LEARNING,

@@ -206,7 +206,7 @@ def _events(runs: Sequence[RunData]) -> str:
         lines = "".join(_event_line(event) for event in shown)
         text += (
             f"{_run_title(runs, index)}{more}<div class='scroll'><table><tr><th>time</th>"
-            f"<th>step</th><th>what</th></tr>{lines}</table></div>"
+            f"<th class='number'>step</th><th>what</th></tr>{lines}</table></div>"
         )
     return text
 
@@ -214,7 +214,7 @@ def _events(runs: Sequence[RunData]) -> str:
 def _event_line(event: Event) -> str:
     when = f"{event.when:%Y-%m-%d %H:%M:%S}" if event.when is not None else ""
     step = "" if event.step is None else event.step
-    return f"<tr><td>{when}</td><td>{step}</td><td>{escape(event.text)}</td></tr>"
+    return f"<tr><td>{when}</td><td class='number'>{step}</td><td>{escape(event.text)}</td></tr>"
 
 
 def _responses(runs: Sequence[RunData]) -> str:
@@ -230,8 +230,8 @@ def _responses(runs: Sequence[RunData]) -> str:
     ]
     text = (
         f'<p class="faint">{escape("; ".join(per_run))}. Of each step the responses with the '
-        "highest and the lowest reward and some evenly in between; all are in rollouts/ of the "
-        "run's folder.</p>"
+        "highest and the lowest reward and some evenly in between, prompt above response; all are "
+        "in rollouts/ of the run's folder.</p>"
     )
     for step in steps:
         body = ""
@@ -257,7 +257,7 @@ def _sample(sample: Sample) -> str:
     return (
         f'<div class="sample"><b>{", ".join(facts_of)}</b>'
         f'<div class="text faint">{escape(sample.prompt)}</div>'
-        f'<div class="text">{response}</div></div>'
+        f'<div class="text response">{response}</div></div>'
     )
 
 
