@@ -34,7 +34,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums;
 .warn { background: var(--warn-paper); border-left: 4px solid var(--warn); padding: 8px 12px;
   margin: 12px 0; }
 .warn ul, .notes ul { margin: 2px 0; padding-left: 20px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 375px), 1fr));
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 375px), 1fr));
   gap: 18px 22px; }
 figure { margin: 0; min-width: 0; }
 figure.wide { grid-column: 1 / -1; }
@@ -47,6 +47,8 @@ details > div { padding: 0 12px 10px; }
 .sample .response { background: var(--panel); border-radius: 4px; padding: 4px 8px; }
 pre { overflow-x: auto; font: 13px/1.4 ui-monospace, monospace; margin: 0; }
 @media (max-width: 600px) { body { padding: 10px 12px 50px; }
+  .facts.several td { min-width: 160px; }
+  .facts.several th[scope=row] { width: 90px; white-space: normal; }
   .facts:not(.several) tr { display: block; border-bottom: 1px solid var(--line);
     padding: 5px 0; }
   .facts:not(.several) th, .facts:not(.several) td { display: block; width: auto; border: 0;

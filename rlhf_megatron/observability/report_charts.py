@@ -35,6 +35,7 @@ MOST_BARS = 60
 MOST_MARKS = 40
 LINE_HEIGHT = 240
 DASHES = ("solid", "dot")
+BAND = "band"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,7 @@ def _line_chart(spec: Lines, *, runs: Sequence[RunData]) -> Chart | None:
             )
     if not figure.data or (spec.only_if_varies and len(seen) < 2):
         return None
+    figure.data = sorted(figure.data, key=lambda trace: trace.name != BAND)  # bands lie below
     caption = spec.caption + _thinned_text(bucket, how=rule_of(spec.keys[0]))
     if spec.marks_events:
         caption += _mark_events(figure, runs=runs)
@@ -147,7 +149,7 @@ def _add_band(figure: "Figure", *, mean: Thinned, std: Thinned, color: str) -> N
         line={"width": 0},
         mode="lines",
         hoverinfo="skip",
-        name="band",
+        name=BAND,
     )
 
 
