@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import yaml
 from report_runs import EVIL, PHASES, Page, ledger_rows, metrics_row, write_lines, write_run
-from rlhf_megatron_tools.report import main
+from test_tools_data import tool
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.observability.logs import setup_logging
@@ -303,14 +303,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_the_tool(tmp_path, capsys):
     run = write_run(tmp_path / "run")
-    assert main([str(run)]) == 0
+    assert tool("report").main([str(run)]) == 0
     assert (run / "report.html").exists() and "charts" in capsys.readouterr().out
-    assert main([str(run), "--output", str(tmp_path / "there.html")]) == 0
+    assert tool("report").main([str(run), "--output", str(tmp_path / "there.html")]) == 0
     assert (tmp_path / "there.html").exists()
     capsys.readouterr()
-    assert main([str(tmp_path)]) == 2
+    assert tool("report").main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("error: ") == 1
-    assert main([str(run), "--output", str(tmp_path / "no" / "there.html")]) == 2
+    assert tool("report").main([str(run), "--output", str(tmp_path / "no" / "there.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 

@@ -43,11 +43,11 @@ def test_spread_takes_the_ends_and_keeps_the_order(items, most):
         assert (found[0], found[-1]) == (numbered[0], numbered[-1])
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["password", "api_key", "apiKey", "hf_token", "token", "client-secret", "credentials"]
-    + ["Authorization", "aws_secret_access_key", "private_key"],
-)
+SECRET_KEYS = ["password", "api_key", "apiKey", "hf_token", "token", "client-secret"]
+SECRET_KEYS += ["credentials", "Authorization", "aws_secret_access_key", "private_key"]
+
+
+@pytest.mark.parametrize("key", SECRET_KEYS)
 def test_keys_that_name_secrets(key):
     tree = {"reward": {key: "sesame", "deep": [{key: {"inner": ["sesame"]}}]}}
     assert "sesame" not in str(redact_tree(tree))
