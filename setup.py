@@ -48,6 +48,7 @@ setup(
             "vllm==0.25.1; python_version >= '3.12'",
         ],
         "logging": ["wandb", "tensorboard"],
+        "report": ["plotly>=7"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
         "math": ["math-verify>=0.9,<0.10"],
         "tools": ["accelerate", "gguf", "matplotlib"],

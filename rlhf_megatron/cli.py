@@ -14,6 +14,7 @@ TOOLS = {
     "convert-checkpoint": "convert_checkpoint",
     "inspect-checkpoint": "inspect_checkpoint",
     "plan-reshard": "plan_reshard",
+    "report": "report",
     "config-reference": "config_reference",
     "reward-server": "reward_server",
     "fetch-smollm2": "fetch_smollm2",

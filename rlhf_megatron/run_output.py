@@ -7,6 +7,7 @@ from rlhf_megatron.config import Config, plain_config
 from rlhf_megatron.experience import Experience
 from rlhf_megatron.observability.console import BeforeAfterLine, Console, SampleLine
 from rlhf_megatron.observability.metrics import MetricsWriter
+from rlhf_megatron.observability.report import report_at_end
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
 from rlhf_megatron.run_state import Evaluations
 
@@ -73,10 +74,17 @@ class RunOutput:
 
     def close(self, evaluations: Evaluations) -> None:
         """Say where the results are, and close files and trackers."""
-        exported = self._config.export.final
-        self.say(_where_to_look(self.folder, exported=exported, evaluations=evaluations))
         if self._writer is not None:
             self._writer.close()
+        wanted = self._is_main and self._config.logging.report
+        has_report = wanted and report_at_end(self.folder) is not None
+        lines = _where_to_look(
+            self.folder,
+            exported=self._config.export.final,
+            evaluations=evaluations,
+            has_report=has_report,
+        )
+        self.say(lines)
         self.console.close()
 
 
@@ -100,9 +108,13 @@ def _before_after(before: list[RolloutRow], *, after: list[RolloutRow]) -> list[
     return lines[:BEFORE_AFTER_PROMPTS]
 
 
-def _where_to_look(folder: Path, *, exported: bool, evaluations: Evaluations) -> str:
+def _where_to_look(
+    folder: Path, *, exported: bool, evaluations: Evaluations, has_report: bool
+) -> str:
     lines = ["", f"run folder: {folder}"]
     lines.append("  metrics.jsonl     one line per step")
+    if has_report:
+        lines.append("  report.html       the run in charts, for a browser")
     lines.append("  rollouts/         every sampled response with its reward")
     if evaluations.best_step:
         lines.append(

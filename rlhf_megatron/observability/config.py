@@ -42,6 +42,10 @@ class LoggingConfig:
     """On a GPU record allocations with their stacks, and write RUN/oom_rank_N.pickle for PyTorch's
     memory viewer where memory runs out. Costs some speed. Default false."""
 
+    report: bool = True
+    """Write RUN/report.html, the run in charts, when it is done. Default true. Needs the package
+    plotly; without it the run's end says so in a line."""
+
     peak_tflops: float = number(0.0, minimum=0)
     """Dense peak rate of one device in the training precision, for train/mfu. 0 (default) takes
     the device's known rate; on a CPU it is measured by a matrix product at the start."""

@@ -94,6 +94,7 @@ def settings(files: Path, *, output: Path, engine: str = ENGINE, **changes: Any)
     found: dict[str, Any] = {
         "run.output_dir": output,
         "run.steps": STEPS,
+        "logging.report": "false",  # a second each; tests/unit/test_report.py has it
         "actor.model": files / "model",
         "data.prompts": files / "train.jsonl",
         "evaluation.prompts": files / "heldout.jsonl",

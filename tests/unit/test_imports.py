@@ -50,6 +50,7 @@ DEPENDENCIES = {
     "megatron": {"distributed", "models", "engine", "checkpoint", "benchmarks"},
     "vllm": {"rollout/vllm"},
     "transformers": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools", "benchmarks"},
+    "plotly": {"observability"},
     "safetensors": {"data", "checkpoint", "rollout/hf.py", "rewards", "tools", "benchmarks"},
 }
 
