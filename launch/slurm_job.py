@@ -3,10 +3,9 @@
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlhf_megatron.slurm.job import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], repository=REPOSITORY))
+    sys.exit(main(sys.argv[1:], repository=Path(__file__).resolve().parents[1]))

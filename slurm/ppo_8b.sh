@@ -43,18 +43,12 @@ set -euo pipefail
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "error: submit it: sbatch $0" >&2; exit 2; }
 
 # Slurm runs a copy of this file: the checkout is where the original lies.
-original=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
+original=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
 for REPO in "${REPO:-}" "$(dirname "$(dirname "$original")")" "$SLURM_SUBMIT_DIR"; do
     [ -f "$REPO/launch/slurm_job.py" ] && break
 done
 [ -f "$REPO/launch/slurm_job.py" ] ||
     { echo "error: REPO=$REPO: no checkout of rlhf-megatron; give REPO=DIR sbatch ..." >&2; exit 2; }
-
-# A folder that all nodes share. Here the run lives; the same folder goes on with the same run.
-OUTPUT_DIR=${OUTPUT_DIR:-runs/ppo_8b}
-# The environment of the tasks: in a container its python3, else .venv or what is on PATH.
-PYTHON=${PYTHON:-$REPO/.venv/bin/python}
-if [ -n "${CONTAINER_IMAGE:-}" ] || [ ! -x "$PYTHON" ]; then PYTHON=python3; fi
 
 # Megatron-Core: with sequence parallelism, collectives have to be queued before the kernels that
 # they overlap with.
@@ -65,13 +59,7 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONUNBUFFERED=1
 
+# Relative paths start at the checkout.
 exec "${HOST_PYTHON:-python3}" "$REPO/launch/slurm_job.py" \
-    --config "${CONFIG:-configs/ppo_8b_8gpu.yaml}" \
-    --output-dir "$OUTPUT_DIR" \
-    --python "$PYTHON" \
-    --container-image "${CONTAINER_IMAGE:-}" \
-    --container-mounts "${CONTAINER_MOUNTS:-}" \
-    --node-check "${NODE_CHECK-doctor}" \
-    --bad-nodes "${BAD_NODES:-}" \
-    --max-attempts "${MAX_ATTEMPTS:-3}" \
-    -- "$@"
+    --config configs/ppo_8b_8gpu.yaml --output-dir runs/ppo_8b \
+    "$@"

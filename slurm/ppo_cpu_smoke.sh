@@ -27,35 +27,23 @@ set -euo pipefail
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "error: submit it: sbatch $0" >&2; exit 2; }
 
 # Slurm runs a copy of this file: the checkout is where the original lies.
-original=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
+original=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
 for REPO in "${REPO:-}" "$(dirname "$(dirname "$original")")" "$SLURM_SUBMIT_DIR"; do
     [ -f "$REPO/launch/slurm_job.py" ] && break
 done
 [ -f "$REPO/launch/slurm_job.py" ] ||
     { echo "error: REPO=$REPO: no checkout of rlhf-megatron; give REPO=DIR sbatch ..." >&2; exit 2; }
 
-# A folder that all nodes share.
-OUTPUT_DIR=${OUTPUT_DIR:-runs/ppo_cpu_smoke}
 # The quickstart's model and prompts; made where they are missing.
 DATA=${DATA:-data/quickstart}
-# The environment of the tasks: the one that `make venv` makes, or what is on PATH.
-PYTHON=${PYTHON:-$REPO/.venv/bin/python}
-[ -x "$PYTHON" ] || PYTHON=python3
 
 export OMP_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 
+# Relative paths start at the checkout.
 exec "${HOST_PYTHON:-python3}" "$REPO/launch/slurm_job.py" \
-    --config "${CONFIG:-configs/quickstart_cpu.yaml}" \
-    --output-dir "$OUTPUT_DIR" \
-    --python "$PYTHON" \
-    --container-image "${CONTAINER_IMAGE:-}" \
-    --container-mounts "${CONTAINER_MOUNTS:-}" \
-    --node-check "${NODE_CHECK-doctor}" \
-    --bad-nodes "${BAD_NODES:-}" \
-    --max-attempts "${MAX_ATTEMPTS:-3}" \
+    --config configs/quickstart_cpu.yaml --output-dir runs/ppo_cpu_smoke \
     --prepare "sh -c '[ -d $DATA ] || exec {python} tools/make_quickstart.py --output $DATA'" \
-    -- \
     actor.model="$DATA/model" data.prompts="$DATA/train.jsonl" \
     evaluation.prompts="$DATA/heldout.jsonl" warmup.demonstrations="$DATA/demonstrations.jsonl" \
     run.overwrite=false run.steps=10 warmup.steps=10 \

@@ -34,7 +34,7 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
     """Raises UserError outside of a job, and where its nodes get different numbers of tasks."""
     if "SLURM_JOB_ID" not in environment:
         raise UserError(
-            "SLURM_JOB_ID: not set, so this is no Slurm job; submit the script: sbatch slurm/NAME.sh"
+            "SLURM_JOB_ID: not set, so this is no Slurm job; submit it: sbatch slurm/NAME.sh"
         )
     per_node = tasks_per_node(environment.get("SLURM_TASKS_PER_NODE", "1"))
     if len(set(per_node)) > 1:

@@ -73,7 +73,7 @@ def choose_container(
 
 
 def not_mounted(container: Container, *, overrides: Iterable[str]) -> list[str]:
-    """A problem for each key whose value is a path of this machine that the container cannot see."""
+    """A problem for each key whose value is a path here that the container cannot see."""
     if not container.image:
         return []
     targets = [Path(mount.split(":")[1]) for mount in container.mounts]
@@ -93,8 +93,6 @@ def not_mounted(container: Container, *, overrides: Iterable[str]) -> list[str]:
 
 def _srun_help() -> str:
     try:
-        return subprocess.run(
-            ["srun", "--help"], capture_output=True, text=True, timeout=60
-        ).stdout
+        return subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ class History:
         found = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
             try:
-                read = json.loads(line)
-                found.append(
-                    Start(**{k: tuple(v) if isinstance(v, list) else v for k, v in read.items()})
-                )
+                fields: dict[str, Any] = json.loads(line)
+                lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+                found.append(Start(**(fields | lists)))
             except (ValueError, TypeError, AttributeError):
                 continue
         return found

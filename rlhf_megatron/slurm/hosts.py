@@ -56,7 +56,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The numbers of SLURM_TASKS_PER_NODE, one a node: `2(x3),1` is 2, 2, 2, 1. Raises ValueError."""
+    """SLURM_TASKS_PER_NODE, a number a node: `2(x3),1` is 2, 2, 2, 1. Raises ValueError."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

@@ -1,7 +1,7 @@
 """The batch step of a job: check the nodes, train, and decide whether to go back into the queue.
 
 Slurm runs it on the first node of the allocation, outside any container. It is the process that
-SIGUSR1 reaches before the time limit (`sbatch --signal=B:USR1@SECONDS`), and it hands the signal on.
+SIGUSR1 reaches before the time limit (`sbatch --signal=B:USR1@SECONDS`), and hands the signal on.
 """
 
 from __future__ import annotations

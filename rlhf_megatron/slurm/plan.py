@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +16,7 @@ from rlhf_megatron.slurm.container import Container, choose_container, not_mount
 from rlhf_megatron.slurm.verdict import Limits
 
 DOCTOR = "doctor"
-"""Value of --node-check: the package's own check."""
+"""Value of --node-check: the package's own check, `rlhf-megatron doctor --node-only`."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,41 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see the top of the batch script")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of launch/slurm_job.py, which the batch scripts call."""
-    found = _Parser(description="The batch step of a Slurm job: check, train, requeue.")
-    add = found.add_argument
-    add("--config", action="append", required=True, metavar="FILE")
-    add("--output-dir", required=True, metavar="DIR", help="run.output_dir; seed_N below it in arrays")
-    add("--python", default="python3", help="of the tasks: a path or a name on their PATH")
-    add("--container-image", default="", help="a .sif file (apptainer) or an image for pyxis")
-    add("--container-mounts", default="", help="PATH or HOST:CONTAINER, comma-separated")
-    add("--node-check", default="", help=f"command per node, or {DOCTOR}; empty: none")
-    add("--check-seconds", type=float, default=600.0, help="a node that takes longer is bad")
-    add("--bad-nodes", default="", metavar="FILE", help="default: OUTPUT_DIR/slurm/bad_nodes.txt")
-    add("--prepare", default="", metavar="COMMAND", help="run once, before the training")
-    add("--max-attempts", type=int, default=3, help="starts in a row without a new checkpoint")
-    add("--max-restarts", type=int, default=200, help="returns to the queue in all")
-    add("overrides", nargs="*", metavar="key.path=value")
+def parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The command line of launch/slurm_job.py, which the batch scripts call with their defaults and
+    then what follows their own name. Most options can come from the environment as well."""
+    found = _Parser(description="The batch step of a Slurm job: check the nodes, train, requeue.")
+
+    def add(
+        name: str, *, help: str, kind: Callable[[str], object] = str, default: str = ""
+    ) -> None:
+        variable = name.upper().replace("-", "_")
+        value = environment.get(variable, default)
+        found.add_argument(f"--{name}", type=kind, default=value, help=f"{help} [{variable}]")
+
+    found.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="given several times, later files override earlier ones",
+    )
+    found.add_argument(
+        "--output-dir",
+        required=True,
+        metavar="DIR",
+        help="run.output_dir, where that is not given; seed_N below it in an array",
+    )
+    found.add_argument("--prepare", default="", metavar="COMMAND", help="one task runs it first")
+    add("python", help="of the tasks; default: .venv of the checkout, else python3 on PATH")
+    add("container-image", help="a .sif file (apptainer), or an image for pyxis")
+    add("container-mounts", help="PATH or HOST:CONTAINER, comma-separated")
+    add("node-check", help=f"command per node; {DOCTOR}: ours; empty: none", default=DOCTOR)
+    add("check-seconds", help="a node that takes longer is not fit", kind=float, default="600")
+    add("bad-nodes", help="a list of nodes; default: OUTPUT_DIR/slurm/bad_nodes.txt")
+    add("max-attempts", help="starts in a row without a new checkpoint", kind=int, default="3")
+    add("max-restarts", help="returns to the queue in all", kind=int, default="200")
+    found.add_argument("overrides", nargs="*", metavar="key.path=value")
     return found
 
 
@@ -71,7 +90,8 @@ def make_plan(
     arguments: Sequence[str], *, environment: Mapping[str, str], repository: Path
 ) -> JobPlan:
     """Raises UserError with all that is wrong at once. Writes nothing."""
-    options = parser().parse_intermixed_args(arguments)
+    options = parser(environment).parse_intermixed_args(arguments)
+    python = options.python or _default_python(options, repository=repository)
     allocation = read_allocation(environment)
     problems = _refused(options.overrides, is_array=allocation.array_task is not None)
     problems += [
@@ -93,9 +113,9 @@ def make_plan(
         problems += not_mounted(container, overrides=options.overrides)
     except UserError as error:
         problems.append(str(error))
-    if not options.container_image and shutil.which(options.python) is None:
+    if not options.container_image and shutil.which(python) is None:
         problems.append(
-            f"PYTHON={options.python}: no such program on {allocation.nodes[0]}; give the python "
+            f"PYTHON={python}: no such program on {allocation.nodes[0]}; give the python "
             "of the environment that rlhf-megatron is installed in, or CONTAINER_IMAGE"
         )
     if problems:
@@ -105,9 +125,9 @@ def make_plan(
         allocation=allocation,
         container=container,
         run=run,
-        prepare=tuple(_command(options.prepare, python=options.python)),
-        train=(options.python, "launch/train.py", *settings),
-        check=tuple(_check_command(options, settings=settings)),
+        prepare=tuple(_command(options.prepare, python=python)),
+        train=(python, "launch/train.py", *settings),
+        check=tuple(_check_command(options.node_check, python=python, settings=settings)),
         check_seconds=options.check_seconds,
         bad_nodes=Path(options.bad_nodes or base / "slurm" / "bad_nodes.txt"),
         limits=Limits(options.max_attempts, options.max_restarts),
@@ -123,10 +143,10 @@ def _refused(overrides: Sequence[str], *, is_array: bool) -> list[str]:
         )
     if _value(overrides, key="checkpoint.resume") == "never":
         problems.append(
-            "checkpoint.resume=never: a job that is put back into the queue would begin anew; leave "
-            "it out, and give another OUTPUT_DIR to start over"
+            "checkpoint.resume=never: a job that is put back into the queue would begin anew; "
+            "leave it out, and give another run.output_dir to start over"
         )
-    if float(_value(overrides, key="checkpoint.stop_before_minutes") or 0) != 0:
+    if _value(overrides, key="checkpoint.stop_before_minutes").strip("0.") != "":
         problems.append(
             "checkpoint.stop_before_minutes: here Slurm's signal stops the run; leave it out, and "
             "give sbatch --signal=B:USR1@SECONDS"
@@ -139,9 +159,7 @@ def _refused(overrides: Sequence[str], *, is_array: bool) -> list[str]:
     return problems
 
 
-def _settings(
-    options: argparse.Namespace, *, run: Path, array_task: int | None
-) -> list[str]:
+def _settings(options: argparse.Namespace, *, run: Path, array_task: int | None) -> list[str]:
     """The trainer's arguments."""
     ours = {
         "run.output_dir": str(run),
@@ -156,10 +174,16 @@ def _settings(
     return [*configs, *(f"{key}={value}" for key, value in ours.items()), *theirs]
 
 
-def _check_command(options: argparse.Namespace, *, settings: list[str]) -> list[str]:
-    if options.node_check != DOCTOR:
-        return _command(options.node_check, python=options.python)
-    return [options.python, "-m", "rlhf_megatron.cli", DOCTOR, "--node-only", *settings]
+def _default_python(options: argparse.Namespace, *, repository: Path) -> str:
+    """What `make venv` has made; in a container, or without it, the first one on PATH."""
+    own = repository / ".venv" / "bin" / "python"
+    return str(own) if own.exists() and not options.container_image else "python3"
+
+
+def _check_command(text: str, *, python: str, settings: list[str]) -> list[str]:
+    if text != DOCTOR:
+        return _command(text, python=python)
+    return [python, "-m", "rlhf_megatron.cli", DOCTOR, "--node-only", *settings]
 
 
 def _command(text: str, *, python: str) -> list[str]:
