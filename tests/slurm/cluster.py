@@ -81,7 +81,7 @@ class Cluster:
             self._start("slurmctld", "-D", "-c")
             for node in NODES:
                 self.start_node(node)
-            self._wait(lambda: self.states().count("idle") == len(NODES), what="idle nodes")
+            self.wait_for_idle_nodes()
         except BaseException:
             self.stop()
             raise
@@ -111,6 +111,9 @@ class Cluster:
     def states(self) -> list[str]:
         """Of the nodes, one each, as sinfo calls them."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
+
+    def wait_for_idle_nodes(self) -> None:
+        self._wait(lambda: self.states().count("idle") == len(NODES), what="idle nodes")
 
     def job(self, job: str) -> dict[str, str]:
         """What `scontrol show job` says."""
