@@ -33,6 +33,7 @@ LAST_SECONDS = 15.0
 """After the SIGTERM of a time limit that came too soon: so long for the tasks to save. This script
 is killed KillWait after it (30 s by default), and has to put the job back before."""
 POLL_SECONDS = 0.2
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 
 def main(arguments: Sequence[str], *, repository: Path) -> int:
@@ -118,11 +119,12 @@ class BatchJob:
         )
 
     def _set_rendezvous(self) -> None:
-        """In the environment of the steps."""
-        if "MASTER_ADDR" not in os.environ:
-            os.environ["MASTER_ADDR"] = self._scontrol.address_of(self._allocation.nodes[0])
-        os.environ.setdefault("MASTER_PORT", str(self._allocation.port))
-        if self._end_seconds is not None:  # Slurm itself says it since 22.05.9
+        """In the steps' environment, in place of what the shell of the sbatch may have held."""
+        for name in _OF_A_RANK:
+            os.environ.pop(name, None)
+        os.environ["MASTER_ADDR"] = self._scontrol.address_of(self._allocation.nodes[0])
+        os.environ["MASTER_PORT"] = str(self._allocation.port)
+        if self._end_seconds is not None:  # older Slurms do not say it
             os.environ.setdefault("SLURM_JOB_END_TIME", str(int(self._end_seconds)))
         say(f"ranks meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
 

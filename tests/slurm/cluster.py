@@ -240,6 +240,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def main(words: Sequence[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with Cluster(Path(words[0])) as cluster:
         print(f"export SLURM_CONF={cluster.configuration}", flush=True)
         with suppress(KeyboardInterrupt):

@@ -126,12 +126,15 @@ def wait_for(ready: Callable[[], bool]) -> None:
 
 
 def test_a_run_to_the_end(stub: Stub) -> None:
-    stub.write(train="echo at $MASTER_ADDR:$MASTER_PORT until $SLURM_JOB_END_TIME")
+    stub.write(
+        train="echo at $MASTER_ADDR:$MASTER_PORT until $SLURM_JOB_END_TIME, ${WORLD_SIZE:-none}"
+    )
     stub.write(job=f"{JOB} NodeAddr=10.1.1.1\n")
-    code, said = stub.finish("run.steps=3")
+    stale = {"MASTER_ADDR": "old", "MASTER_PORT": "1", "WORLD_SIZE": "1"}  # of a shell
+    code, said = stub.finish("run.steps=3", **stale)
     assert code == 0, said
     # n1 has no address here: that which Slurm uses is taken.
-    assert re.search(r"\nat 10\.1\.1\.1:10012 until 18\d{8}\n", said), said
+    assert re.search(r"\nat 10\.1\.1\.1:10012 until 18\d{8}, none\n", said), said
     assert "start 1: 2 nodes (n1, n2) of 2 tasks; time limit: 2030-01-02 03:04:05" in said
     sruns = [call for call in stub.calls() if call.startswith("srun")]
     assert (
