@@ -28,13 +28,17 @@ LONGEST_SECONDS = 600.0
 pytestmark = pytest.mark.skipif(bool(missing_for_slurm()), reason=missing_for_slurm())
 full = pytest.mark.skipif(not ALL, reason="waits for minutes; SLURM_TESTS=all takes it")
 
-# The quickstart's reward, slowed down: a run is in its middle long enough to be interrupted there.
+# The quickstart's reward. The first start of a job that is to be interrupted is slow: it is in its
+# middle for long enough.
 REWARD = """\
+import os
 import time
+
+DELAY = 0.5 if "SLOW" in os.environ and "SLURM_RESTART_COUNT" not in os.environ else 0.0
 
 
 def score(*, prompt, response, answer, **fields):
-    time.sleep(0.2)
+    time.sleep(DELAY)
     return sum(a == b for a, b in zip(response, answer)) / max(len(response), len(answer))
 """
 
@@ -48,8 +52,8 @@ class Bench:
     check: str = "true"
     jobs: list[str] = field(default_factory=list)
 
-    def submit(self, run: Path, *options: str, interval_steps: int = 0) -> str:
-        """The number of the job. `options`: of sbatch."""
+    def submit(self, run: Path, *options: str, slow: bool = False, interval_steps: int = 0) -> str:
+        """The number of the job. `options`: of sbatch; slow: see REWARD."""
         words = [
             *("sbatch", "--parsable", f"--chdir={self.folder}", "--output=%j.out", *options),
             *(str(SCRIPT), f"run.output_dir={run}", f"run.steps={STEPS}"),
@@ -63,6 +67,7 @@ class Bench:
             DATA=str(self.folder / "data"),
             NODE_CHECK=self.check,
             CUDA_VISIBLE_DEVICES="",
+            **({"SLOW": "1"} if slow else {}),
         ).strip()
         self.jobs.append(job)
         return job
@@ -83,9 +88,9 @@ class Bench:
             assert time.monotonic() < deadline, self.said(job)
             time.sleep(0.2)
 
-    def finish(self, run: Path, *options: str) -> dict[str, str]:
+    def finish(self, run: Path, *options: str, slow: bool = False) -> dict[str, str]:
         """Submit, and see the job end well."""
-        job = self.submit(run, *options)
+        job = self.submit(run, *options, slow=slow)
         found = self.wait(job)
         assert found["JobState"] == "COMPLETED", self.said(job)
         return found
@@ -163,7 +168,7 @@ def test_two_tasks_on_each_of_two_nodes_run_to_the_end(bench: Bench, whole: Path
 def test_a_limit_that_is_too_short_is_survived_without_a_hand(bench: Bench, whole: Path) -> None:
     run = bench.folder / "short"
     began = time.monotonic()
-    found = bench.finish(run, "--time=2", "--signal=B:USR1@50")
+    found = bench.finish(run, "--time=3", "--signal=B:USR1@60", slow=True)
     job = found["JobId"]
     print(f"{found['Restarts']} restarts, {time.monotonic() - began:.0f} s\n{bench.said(job)}")
     assert int(found["Restarts"]) >= 1
@@ -177,7 +182,7 @@ def test_a_limit_that_is_too_short_is_survived_without_a_hand(bench: Bench, whol
 @full
 def test_a_cancelled_run_and_one_stopped_by_hand_go_on(bench: Bench, whole: Path) -> None:
     run = bench.folder / "cancelled"
-    job = bench.submit(run)
+    job = bench.submit(run, slow=True)
     bench.wait_for_steps(job, run, steps=3)
     bench.cluster.run("scancel", "--signal=TERM", job)  # to the tasks: save, then end
     found = bench.wait(job)
@@ -186,7 +191,7 @@ def test_a_cancelled_run_and_one_stopped_by_hand_go_on(bench: Bench, whole: Path
     reached = num_steps(run)
     assert 3 <= reached < STEPS
 
-    job = bench.submit(run)
+    job = bench.submit(run, slow=True)
     bench.wait_for_steps(job, run, steps=reached + 3)
     bench.cluster.run("scancel", job)
     found = bench.wait(job)
@@ -208,7 +213,7 @@ def test_a_node_that_dies_is_survived_without_a_hand(
     """n1 takes the batch script with it: Slurm itself puts the job back. With n2 the script may be
     the first to notice."""
     run = bench.folder / f"without_{victim}"
-    job = bench.submit(run, interval_steps=5)
+    job = bench.submit(run, slow=True, interval_steps=5)
     bench.wait_for_steps(job, run, steps=8)
     began = time.monotonic()
     bench.cluster.kill_node(victim)
