@@ -26,6 +26,11 @@ class Allocation:
     has_gpus: bool
 
     @property
+    def num_tasks(self) -> int:
+        """Of the training: the world size."""
+        return len(self.nodes) * self.tasks_per_node
+
+    @property
     def port(self) -> int:
         return master_port(self.job_id, restarts=self.restarts)
 

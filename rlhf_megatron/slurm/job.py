@@ -24,7 +24,7 @@ from rlhf_megatron.errors import (
 from rlhf_megatron.slurm.control import Scontrol
 from rlhf_megatron.slurm.follow import Follower
 from rlhf_megatron.slurm.history import History, Start, current_checkpoint, now
-from rlhf_megatron.slurm.node_check import BadNodes, check_nodes
+from rlhf_megatron.slurm.node_check import BadNodes, check_nodes, report
 from rlhf_megatron.slurm.plan import JobPlan, make_plan
 from rlhf_megatron.slurm.steps import check_step, single_step, training_step
 from rlhf_megatron.slurm.verdict import Ending, Verdict, judge
@@ -149,6 +149,7 @@ class BatchJob:
                 )
                 for node in nodes
             },
+            logs=plan.logs,
             timeout_seconds=plan.check_seconds,
             interrupted=lambda: self._asked_to_yield or bool(self._terminated_at),
         )
@@ -158,7 +159,7 @@ class BatchJob:
                 f"{plan.logs}/check_{node}.txt); going on without it"
             )
         for node in result.bad:
-            say(f"{node} did not pass the check:\n{last_lines(plan.logs / f'check_{node}.txt')}")
+            say(f"{node} did not pass the check:\n{last_lines(report(node, logs=plan.logs))}")
         if len(result.bad) < len(nodes) or len(nodes) == 1:
             self._bad_nodes.add(result.bad, job=self._allocation.job, logs=plan.logs)
         say(f"nodes checked in {time.monotonic() - begin:.0f} s, not fit: {len(result.bad)}")
@@ -231,12 +232,8 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')} slurm_job] {text}", flush=True)
 
 
-def last_lines(path: Path, *, count: int = 15) -> str:
-    """Of a log; a note where it is missing."""
-    try:
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
-    except OSError:
-        return f"(no {path})"
+def last_lines(text: str, *, count: int = 30) -> str:
+    return "\n".join(text.splitlines()[-count:])
 
 
 def further_errors(logs: Path) -> str:

@@ -30,10 +30,12 @@ class CheckResult:
 def check_nodes(
     commands: Mapping[str, Sequence[str]],
     *,
+    logs: Path,
     timeout_seconds: float,
     interrupted: Callable[[], bool],
 ) -> CheckResult:
-    """Run each node's command, all at once. Does not raise where one fails."""
+    """Run each node's command, all at once; logs: where they write check_NODE.txt. Does not raise
+    where one fails."""
     running = {node: subprocess.Popen(command) for node, command in commands.items()}
     deadline = time.monotonic() + timeout_seconds
     try:
@@ -46,11 +48,19 @@ def check_nodes(
         codes = {node: process.poll() for node, process in running.items()}
     finally:
         _end(running.values())
-    bad = tuple(node for node, code in codes.items() if code is None or code == EXIT_NO_GO)
-    unknown = {
-        node: code for node, code in codes.items() if code not in (None, 0) and node not in bad
-    }
-    return CheckResult(bad, unknown)  # type: ignore[arg-type]  # None is among the bad
+    bad = [node for node, code in codes.items() if code is None or code == EXIT_NO_GO]
+    # Python ends with the same exit code where, say, a package is missing: no fault of the node.
+    bad = [node for node in bad if "Traceback (most recent call" not in report(node, logs=logs)]
+    unknown = {node: code for node, code in codes.items() if code and node not in bad}
+    return CheckResult(tuple(bad), unknown)
+
+
+def report(node: str, *, logs: Path) -> str:
+    """What the check of the node has printed; "" if nothing."""
+    try:
+        return (logs / f"check_{node}.txt").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:

@@ -127,7 +127,11 @@ def make_plan(
         run=run,
         prepare=tuple(_command(options.prepare, python=python)),
         train=(python, "launch/train.py", *settings),
-        check=tuple(_check_command(options.node_check, python=python, settings=settings)),
+        check=tuple(
+            _check_command(
+                options.node_check, python=python, settings=settings, tasks=allocation.num_tasks
+            )
+        ),
         check_seconds=options.check_seconds,
         bad_nodes=Path(options.bad_nodes or base / "slurm" / "bad_nodes.txt"),
         limits=Limits(options.max_attempts, options.max_restarts),
@@ -180,10 +184,10 @@ def _default_python(options: argparse.Namespace, *, repository: Path) -> str:
     return str(own) if own.exists() and not options.container_image else "python3"
 
 
-def _check_command(text: str, *, python: str, settings: list[str]) -> list[str]:
+def _check_command(text: str, *, python: str, settings: list[str], tasks: int) -> list[str]:
     if text != DOCTOR:
         return _command(text, python=python)
-    return [python, "-m", "rlhf_megatron.cli", DOCTOR, "--node-only", *settings]
+    return [python, "tools/doctor.py", "--node-only", f"--world-size={tasks}", *settings]
 
 
 def _command(text: str, *, python: str) -> list[str]:

@@ -18,10 +18,9 @@ def training_step(
     command: Sequence[str], *, allocation: Allocation, container: Container, logs: Path
 ) -> list[str]:
     """srun of one task per GPU, each with a log of its own."""
-    tasks = len(allocation.nodes) * allocation.tasks_per_node
     options = [
         f"--nodes={len(allocation.nodes)}",
-        f"--ntasks={tasks}",
+        f"--ntasks={allocation.num_tasks}",
         f"--ntasks-per-node={allocation.tasks_per_node}",
         "--distribution=block",  # ranks are numbered node by node
         "--kill-on-bad-exit=0",

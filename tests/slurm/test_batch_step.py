@@ -27,7 +27,7 @@ for word; do
 done
 if [ -n "$node" ]; then
     echo "checking $node" > "$log"
-    exec sh "$STUB/check" "$node"
+    exec sh "$STUB/check" "$node" >> "$log" 2>&1
 fi
 log=$(echo "$log" | sed s/%4t/0000/)
 exec sh "$STUB/train" >> "$log" 2>&1
@@ -253,6 +253,7 @@ def test_a_node_that_is_not_fit_is_excluded(stub: Stub) -> None:
         ("exit 2", {}, 0, "the check could not be run on n2 (exit code 2"),
         ('[ "$1" = n1 ] || exec sleep 60', {"CHECK_SECONDS": "1"}, 1, "n2 did not pass"),
         ("exit 1", {"NODE_CHECK": ""}, 0, "done"),
+        ("echo 'Traceback (most recent call last):'; exit 1", {}, 0, "could not be run on n1"),
     ],
 )
 def test_other_ends_of_the_check(

@@ -347,11 +347,8 @@ def test_the_trainer_gets_folder_seed_and_the_users_words_last() -> None:
         *("run.output_dir=/tmp/r/seed_3", "checkpoint.resume=auto"),
         *("checkpoint.stop_before_minutes=0", "run.seed=3", "run.steps=3"),
     ]
-    assert plan.check[:5] == (
-        *(sys.executable, "-m", "rlhf_megatron.cli"),
-        *("doctor", "--node-only"),
-    )
-    assert plan.check[5:] == plan.train[2:]
+    checked = (sys.executable, "tools/doctor.py", "--node-only", "--world-size=4")
+    assert plan.check == checked + plan.train[2:]
 
 
 def test_options_come_from_the_environment_too() -> None:
