@@ -28,7 +28,7 @@ quickstart: $(VENV)/.cpu-installed
 		run.seed=$(SEED) $(if $(STEPS),run.steps=$(STEPS)) $(ARGS)
 
 test: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/engine tests/faults tests/gpu \
+	$(BIN)/python -m pytest tests/unit tests/distributed tests/engine tests/faults tests/gpu tests/slurm \
 		--timeout=$(TEST_TIMEOUT) $(ARGS)
 
 lint: $(VENV)/.dev-installed

@@ -3,7 +3,7 @@
 Imports are read from the syntax trees, those inside functions included; nothing is executed.
 
     config, errors, schema, batch, every room's config.py
-      <- algorithms, layout <- validation, resolve <- distributed <- models
+      <- algorithms, layout, slurm <- validation, resolve <- distributed <- models
       <- engine, reshard, rollout, rewards, data, checkpoint <- trainer <- doctor
       <- launch, tools, benchmarks, and main.py and cli.py, which they call
     The other modules on the package's top level are parts of the loop: they count as trainer.
@@ -22,7 +22,7 @@ PACKAGE = "rlhf_megatron"
 # Rooms of one level do not import each other, but for the exceptions below.
 LEVELS = [
     {"base"},
-    {"algorithms", "layout"},
+    {"algorithms", "layout", "slurm"},
     {"settings"},
     {"distributed"},
     {"models"},
