@@ -12,6 +12,7 @@ TOOLS = {
     "megatron-to-hf": "megatron_to_hf",
     "convert-checkpoint": "convert_checkpoint",
     "inspect-checkpoint": "inspect_checkpoint",
+    "plan-memory": "plan_memory",
     "plan-reshard": "plan_reshard",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",

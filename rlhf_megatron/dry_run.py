@@ -1,9 +1,13 @@
-"""What a configuration would run: batches, layouts, engines and reshard bytes; no GPU, no peers."""
+"""What a configuration would run: batches, layouts, engines, reshard bytes and memory; no GPU."""
 
 from rlhf_megatron.architectures import read_architectures
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.megatron import megatron_layouts
+from rlhf_megatron.memory.plan import plan_memory
+from rlhf_megatron.memory.report import describe_plan
+from rlhf_megatron.memory.suggestions import suggest
+from rlhf_megatron.memory_report import GPU_MEMORY_GB, machine_of, role_models
 from rlhf_megatron.placement import place_engines
 from rlhf_megatron.reshard.minimum import bytes_minimum
 from rlhf_megatron.resolve import describe_batch, parallel_layout
@@ -13,9 +17,10 @@ MOST_ENGINES_SHOWN = 8
 BYTES_PER_PARAMETER = {"bf16": 2, "fp32": 4}
 
 
-def describe(config: Config, *, world_size: int) -> str:
+def describe(config: Config, *, world_size: int, gpu_memory_gb: float = GPU_MEMORY_GB) -> str:
     """The report of --dry-run. Raises ConfigError where the model does not fit the layouts."""
-    actor = read_architectures(config).actor
+    architectures = read_architectures(config)
+    actor = architectures.actor
     lines = [describe_batch(config, world_size=world_size), "", "roles:"]
     roles = [("actor", config.actor.parallel), ("critic", config.critic.parallel)]
     if config.ppo.kl.place != "off":
@@ -30,6 +35,16 @@ def describe(config: Config, *, world_size: int) -> str:
             f"fastest first: {'-'.join(layout.order)}"
         )
     lines += ["", *_reshard(config, arch=actor, world_size=world_size)]
+    models = role_models(config, architectures=architectures)
+    machine = machine_of(
+        config,
+        world_size=world_size,
+        gpu_memory_gb=gpu_memory_gb,
+        gpus_per_node=min(world_size, GPUS_PER_NODE),
+    )
+    plan = plan_memory(config, models=models, machine=machine)
+    advice = suggest(config, models=models, machine=machine, plan=plan)
+    lines += ["", describe_plan(plan, advice=advice)]
     return "\n".join(lines)
 
 

@@ -50,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
         help="processes to plan for in a dry run (default: as started)",
     )
     found.add_argument(
+        "--gpu-memory-gb",
+        type=float,
+        default=80.0,
+        metavar="GB",
+        help="of a GPU to plan for in a dry run, in 10^9 bytes (default: 80)",
+    )
+    found.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="override keys of the configuration"
     )
     return found
@@ -70,7 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             from rlhf_megatron.dry_run import describe
 
-            print(describe(config, world_size=options.world_size or started))
+            if not options.gpu_memory_gb > 0:
+                raise UserError(f"--gpu-memory-gb {options.gpu_memory_gb}: must be above 0")
+            print(
+                describe(
+                    config,
+                    world_size=options.world_size or started,
+                    gpu_memory_gb=options.gpu_memory_gb,
+                )
+            )
             return EXIT_DONE
         read_architectures(config)
     except UserError as error:

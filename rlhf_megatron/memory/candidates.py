@@ -28,6 +28,7 @@ def candidates(config: Config, *, plan: MemoryPlan) -> Iterator[Candidate]:
     yield from _offload(config, plan=plan)
     yield from _engine(config, plan=plan)
     yield from _passes(config)
+    yield from _fused_adam(config, plan=plan)
     yield from _layouts(config, gpus_per_node=plan.machine.gpus_per_node)
 
 
@@ -128,6 +129,15 @@ def _passes(config: Config) -> Iterator[Candidate]:
                 "more time",
                 effort=SLOWER,
             )
+
+
+def _fused_adam(config: Config, *, plan: MemoryPlan) -> Iterator[Candidate]:
+    if plan.machine.gpu_memory_bytes is not None and config.actor.layer_spec == "auto":
+        yield Candidate(
+            values={f"{name}.layer_spec": "transformer_engine" for name in ("actor", "critic")},
+            cost="Transformer Engine has to be installed; its AdamW needs no workspace",
+            effort=CHEAP,
+        )
 
 
 def _layouts(config: Config, *, gpus_per_node: int) -> Iterator[Candidate]:

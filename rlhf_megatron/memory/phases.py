@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Part = Literal["weights", "gradients", "optimizer"]
+Awake = Literal["asleep", "weights", "awake"]
+"""What of an engine is on the device: nothing, its weights, or its KV cache as well."""
 Activity = Literal["inference", "training", ""]
 
 
@@ -16,7 +18,7 @@ class Phase:
     """One phase: who is awake, and who works."""
 
     name: str
-    engine: Literal["asleep", "weights", "awake"] = "asleep"
+    engine: Awake = "asleep"
     role: str = ""
     """The role whose model runs."""
     activity: Activity = ""

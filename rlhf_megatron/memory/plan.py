@@ -161,6 +161,7 @@ def role_settings(
                 recompute=recompute_of(role) if is_trained else RecomputeChoice(),
                 offload=offload_of(role),
                 lora_rank=lora_rank if is_trained else 0,
+                has_fused_adam=role.layer_spec == "transformer_engine",
             )
         )
     return found

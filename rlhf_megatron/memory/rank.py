@@ -1,14 +1,14 @@
 """What one rank has on its device in each phase."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.sizes import num_parameters
 from rlhf_megatron.memory.activations import FP32_BYTES
 from rlhf_megatron.memory.host import HostMemory, host_memory
-from rlhf_megatron.memory.phases import CHECKPOINT, PHASES, RESHARD, SETUP, Phase
+from rlhf_megatron.memory.phases import CHECKPOINT, PHASES, RESHARD, SETUP, Awake, Phase
 from rlhf_megatron.memory.roles import RoleMemory
 from rlhf_megatron.memory.rollout import EngineMemory, longest_tokens
 from rlhf_megatron.memory.training import BatchSizes, PassMemory, inference_pass, training_pass
@@ -114,18 +114,33 @@ class RankBuilder:
         )
 
     def _phase(self, phase: Phase) -> PhaseMemory:
-        items = [*self._resident(phase), *self._engine_items(phase)]
+        if phase.name == RESHARD:
+            # The actor's weights and the buffers go, where they may, before the KV cache comes.
+            # Of adapters, nothing else travels.
+            adapted = any(role.setting.lora_rank for role in self._roles)
+            first = replace(phase, uses=()) if adapted else phase
+            return max(
+                self._at(first, awake=phase.engine, extra=self._sync_buffers),
+                self._at(replace(phase, uses=()), awake="awake"),
+                key=lambda found: found.total,
+            )
+        if phase.name == CHECKPOINT:
+            size = max((role.checkpoint_workspace for role in self._roles), default=0)
+            return self._at(phase, awake=phase.engine, extra=size)
+        return self._at(phase, awake=phase.engine)
+
+    def _at(self, phase: Phase, *, awake: Awake, extra: int = 0) -> PhaseMemory:
+        """`extra`: bytes of buffers that belong to no role."""
         found = self._pass(phase)
-        coming: list[Item] = []
+        coming = [Item(owner="job", kind="buffers", num_bytes=extra)]
         if found is not None:
-            for kind in ("activations", "recomputed", "logits", "workspace", "batch"):
-                coming.append(Item(owner=phase.role, kind=kind, num_bytes=getattr(found, kind)))
+            coming += [
+                Item(owner=phase.role, kind=kind, num_bytes=getattr(found, kind))
+                for kind in ("activations", "recomputed", "logits", "workspace", "batch")
+            ]
         elif phase.role == "reward" and self._reward is not None:
             coming.append(self._reward_workspace())
-        elif phase.name == CHECKPOINT:
-            size = max((role.checkpoint_workspace for role in self._roles), default=0)
-            coming.append(Item(owner="job", kind="workspace", num_bytes=size))
-        items += coming
+        items = [*self._resident(phase), *self._engine_items(phase, awake=awake), *coming]
         if self._is_gpu:
             moving = sum(item.num_bytes for item in coming)
             items.append(Item(owner="job", kind="slack", num_bytes=int(SLACK_SHARE * moving)))
@@ -149,36 +164,24 @@ class RankBuilder:
             size = num_parameters(self._reward, head="value") * FP32_BYTES
             yield Item(owner="reward", kind="weights", num_bytes=size)
 
-    def _engine_items(self, phase: Phase) -> Iterator[Item]:
+    def _engine_items(self, phase: Phase, *, awake: Awake) -> Iterator[Item]:
         engine = self._engine
         if engine is None:
             return
-        state = phase.engine
-        if self._config.rollout.sleep_level == 0 or not self._is_gpu or engine.asks_for == 0:
-            state = "awake"
-        if phase.name == SETUP:
-            # What vLLM takes at first is what it asks for; the workspace is free again later.
+        if phase.name == SETUP:  # what vLLM wants to find free, or takes
             asked = max(engine.asks_for, engine.awake)
             yield Item(owner="engine", kind="asked for", num_bytes=asked)
             return
-        fixed = (("cuda_graphs", engine.cuda_graphs), ("context", engine.context))
-        for kind, size in fixed:
-            yield Item(owner="engine", kind=kind, num_bytes=size)
-        if state == "awake":
-            for kind, size in (
-                ("weights", engine.weights),
-                ("kv_cache", engine.kv_cache),
-                ("workspace", engine.workspace if phase.name == "rollout" else 0),
-            ):
-                yield Item(owner="engine", kind=kind, num_bytes=size)
-        elif state == "weights":  # the transfer buffers go before the KV cache comes
+        if self._config.rollout.sleep_level == 0 or engine.asks_for == 0:
+            awake = "awake"  # it never sleeps, nor does it on a CPU
+        yield Item(owner="engine", kind="cuda_graphs", num_bytes=engine.cuda_graphs)
+        yield Item(owner="engine", kind="context", num_bytes=engine.context)
+        if awake != "asleep":
             yield Item(owner="engine", kind="weights", num_bytes=engine.weights)
-            if self._sync_buffers > engine.kv_cache:
-                yield Item(owner="job", kind="reshard buffers", num_bytes=self._sync_buffers)
-            else:
-                yield Item(owner="engine", kind="kv_cache", num_bytes=engine.kv_cache)
-        if state == "awake" and phase.name == RESHARD:
-            yield Item(owner="job", kind="reshard buffers", num_bytes=self._sync_buffers)
+        if awake == "awake":
+            yield Item(owner="engine", kind="kv_cache", num_bytes=engine.kv_cache)
+        if phase.name == "rollout":
+            yield Item(owner="engine", kind="workspace", num_bytes=engine.workspace)
 
     def _pass(self, phase: Phase) -> PassMemory | None:
         role = next((r for r in self._roles if r.setting.name == phase.role), None)

@@ -38,6 +38,8 @@ class RoleSetting:
     offload: OffloadChoice
     lora_rank: int = 0
     """Above 0: the weights are frozen, and adapters of this rank are trained (planned only)."""
+    has_fused_adam: bool = False
+    """Transformer Engine is there, and with it an AdamW that needs no workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,8 @@ class RoleMemory:
     model: StageModel
     resident: Mapping[Part, int]
     optimizer_workspace: int
-    """Of AdamW's step: one float32 array over the rank's shard. torch's multi-tensor AdamW; a fused
-    one (Transformer Engine, NVIDIA's apex) needs none."""
+    """Of AdamW's step: torch's multi-tensor one makes a float32 array over the rank's whole shard,
+    a fused one (Transformer Engine, NVIDIA's apex) none."""
     checkpoint_workspace: int
     """To gather a parameter's optimizer state from its replicas."""
     checkpoint_host: int
@@ -95,7 +97,7 @@ def role_memory(setting: RoleSetting, *, rank: int, kernels: Kernels) -> RoleMem
             "gradients": trained.buffer * FP32_BYTES,
             "optimizer": trained.shard * per_element,
         },
-        optimizer_workspace=trained.shard * FP32_BYTES if kernels == "flash" else 0,
+        optimizer_workspace=0 if setting.has_fused_adam else trained.shard * FP32_BYTES,
         checkpoint_workspace=(
             max(map(largest, chunks)) * FP32_BYTES if replicas > 1 and state else 0
         ),

@@ -35,7 +35,9 @@ def transfer_buffers(
     """Bytes of the buffers of each of the `listed` ranks, as reshard.execute.Resharder makes them.
 
     At most BUCKETS_IN_FLIGHT buckets to send from and as many to receive in; with more than
-    MOST_RANKS_PLANNED ranks exactly that. `ranks`: those that roll out. `engines`: as configured, or None for the ones with which the
+    MOST_RANKS_PLANNED ranks exactly that.
+
+    `ranks`: those that roll out. `engines`: as configured, or None for the ones with which the
     fewest bytes move. `whole_models`: engines of transformers, each rank with all weights.
     """
 
