@@ -19,7 +19,7 @@ from rlhf_megatron.distributed.start import DistributedContext, release_cached_m
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.tensors import Head
-from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD, RoleModel, build_model
+from rlhf_megatron.models.build import LM_HEAD, NO_RECOMPUTE, VALUE_HEAD, RoleModel, build_model
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, OptimizerConfig, ReferenceConfig
 from rlhf_megatron.placement import RolloutPlacement, place_engines
 from rlhf_megatron.resolve import parallel_layout
@@ -168,7 +168,7 @@ def _build_engine_of_role(
         groups=groups,
         precision=role.precision,
         layer_spec_name=role.layer_spec,
-        recompute=getattr(role, "recompute", "none"),
+        recompute=getattr(role, "recompute", NO_RECOMPUTE),
         device=context.device,
         seed=seed,
     )

@@ -17,6 +17,7 @@ from rlhf_megatron.checkpoint.hf_config_write import write_config_files
 from rlhf_megatron.checkpoint.host_buffers import HostBuffers
 from rlhf_megatron.checkpoint.manifest import (
     Manifest,
+    RoleCheckpoint,
     installed_versions,
     open_role,
     open_role_folder,
@@ -37,6 +38,8 @@ from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.agreement import together
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.engine.offload import OPTIMIZER as OPTIMIZER_STATE
+from rlhf_megatron.engine.offload import WEIGHTS
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.sizes import num_parameters
 from rlhf_megatron.observability.ledger import PhaseLedger, PhaseRecord
@@ -209,15 +212,18 @@ class Checkpointer:
         )
         for name, engine in engines.items():
             buffers = self._buffers[name]
-            weights = captured_weights(engine.model, buffers=buffers)
+            readable = engine.memory.readable
+            weights = captured_weights(engine.model, buffers=buffers, readable=readable)
             optimizer = captured_optimizer(
-                engine.model, optimizer=engine.optimizer, buffers=buffers
+                engine.model, optimizer=engine.optimizer, buffers=buffers, readable=readable
             )
             buffers.synchronize()
             save.plan(f"{name}/weights", state=weights)
             save.plan(f"{name}/{OPTIMIZER}", state=optimizer)
         if ref is not None:
-            weights = captured_weights(ref.model, buffers=self._buffers[REFERENCE])
+            weights = captured_weights(
+                ref.model, buffers=self._buffers[REFERENCE], readable=ref.memory.readable
+            )
             self._buffers[REFERENCE].synchronize()
             save.plan(f"{REFERENCE}/weights", state=weights)
         state = self._state()
@@ -319,6 +325,12 @@ class Checkpointer:
 
     def _load_role(self, name: str, *, engine: ModelEngine, point: ResumePoint) -> None:
         checkpoint = open_role(point.folder, role=name)
+        with engine.memory.on_device(WEIGHTS, OPTIMIZER_STATE, writes=True):
+            self._load_trained(engine, name=name, checkpoint=checkpoint, point=point)
+
+    def _load_trained(
+        self, engine: ModelEngine, *, name: str, checkpoint: RoleCheckpoint, point: ResumePoint
+    ) -> None:
         load_weights(engine.model, checkpoint=checkpoint)
         engine.weights_changed()
         with engine.model.groups.active():
@@ -337,7 +349,8 @@ class Checkpointer:
                 f"{point.folder}: holds no {REFERENCE}/, the reference after the warm-up: the run "
                 "that wrote it had none (ppo.kl.place=off); set that again, or give ref.model"
             )
-        load_weights(ref.model, checkpoint=open_role_folder(folder))
+        with ref.memory.on_device(WEIGHTS, writes=True):
+            load_weights(ref.model, checkpoint=open_role_folder(folder))
 
     def _rng_roles(self) -> dict[str, Any]:
         return {name: engine.model.groups for name, engine in self._run.roles.items()}

@@ -1,6 +1,6 @@
 """The rollout engine between rollouts: it sleeps, wakes, and takes the actor's weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,8 +25,12 @@ class EngineWeights:
         sleep_level: int,
         ledger: PhaseLedger,
         device: torch.device,
+        after_sync: Callable[[], None] = lambda: None,
     ) -> None:
+        """after_sync: called when the engine has its weights, before its KV cache takes what is
+        free on the device."""
         self.engine = engine
+        self._after_sync = after_sync
         self._sync, self._sleep_level = sync, sleep_level
         self._ledger, self._device = ledger, device
 
@@ -41,7 +45,10 @@ class EngineWeights:
         with self._waking():
             report = self._sync.run(version=version)
         self._ledger.communication.record(
-            "reshard", num_bytes=report.own_bytes_received, seconds=report.seconds
+            "reshard",
+            collective="all_to_all_single",
+            num_bytes=report.own_bytes_received,
+            seconds=report.seconds,
         )
         return report
 
@@ -52,7 +59,15 @@ class EngineWeights:
 
     def sleep_and_wake(self, *, version: int) -> None:
         """A whole cycle, from weights `version` to the same ones, the caches dropped."""
+        with self.asleep(version=version):
+            pass
+
+    @contextmanager
+    def asleep(self, *, version: int) -> Iterator[None]:
+        """Inside, the engine leaves the device's memory to others; it has weights `version`, before
+        and after."""
         self.sleep()
+        yield
         if self._sleep_level == 2:  # what it drops comes with the next sync
             self.sync(version=version)
             return
@@ -69,6 +84,7 @@ class EngineWeights:
             if self.engine is not None:
                 self.engine.wake(tags=["weights"])
             yield
+            self._after_sync()
             release_cached_memory(self._device)
             if self.engine is not None:
                 self.engine.wake(tags=["kv_cache"])

@@ -1,6 +1,7 @@
 """From prompts to scored responses: the rollout and reward phases, over all engines."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,9 +76,14 @@ class ExperienceMaker:
         """Collective over the job. `prefix` names the phases ("evaluation_" in an evaluation)."""
         with self._ledger.phase(f"{prefix}rollout"):
             part = self._generate(rows, sampling=sampling, step=step)
+            begin = time.perf_counter()
             batch = gather_batch(part, group=self._group)
-            others = batch.num_bytes - (part.num_bytes if part is not None else 0)
-            self._ledger.communication.record("exchange", num_bytes=others, seconds=0.0)
+            self._ledger.communication.record(
+                "exchange",
+                collective="all_gather_object",
+                num_bytes=batch.num_bytes - (part.num_bytes if part is not None else 0),
+                seconds=time.perf_counter() - begin,
+            )
         with self._ledger.phase(f"{prefix}reward"):
             by_id = {row.prompt_id: row for row in rows}
             failed = self._score(batch, by_id=by_id)
@@ -134,7 +140,14 @@ class ExperienceMaker:
         )
         rewards = torch.zeros(len(batch), device=self._device)
         rewards[list(mine)] = scores.rewards.to(self._device)
+        begin = time.perf_counter()
         dist.all_reduce(rewards, group=self._group)
+        self._ledger.communication.record(
+            "rewards",
+            collective="all_reduce",
+            num_bytes=rewards.nbytes,
+            seconds=time.perf_counter() - begin,
+        )
         batch.sample["rewards"] = rewards.cpu()
         return scores.failed
 

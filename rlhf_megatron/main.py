@@ -102,6 +102,7 @@ def train(config: Config) -> int:
         from rlhf_megatron.distributed.seeds import seed_everything
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
+        from rlhf_megatron.out_of_memory import OutOfMemoryReport
         from rlhf_megatron.phase_limits import position_of
         from rlhf_megatron.resume import find_resume_point
         from rlhf_megatron.run_folder import open_run_folder
@@ -124,12 +125,16 @@ def train(config: Config) -> int:
             device=context.device,
         )
         seed_everything(config.run.seed)
+        memory = OutOfMemoryReport(config, context=context, ledger=ledger)
         try:
             Trainer(config, context=context, ledger=ledger, stop=stop, resume=point).fit()
         except RunStopped as stopped:
             if context.rank == 0:
                 print(stopped, flush=True)
             return EXIT_STOPPED_RESUMABLE
+        except Exception as error:
+            memory.raise_for(error)
+            raise
         return EXIT_DONE
 
     return run_ranks(body, config=config.distributed)

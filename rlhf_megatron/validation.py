@@ -16,7 +16,7 @@ from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.faults_config import refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.loader import load, show
-from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
 from rlhf_megatron.rollout.config import refused_engine_args
 
 NOT_SUPPORTED_YET = {
@@ -84,6 +84,8 @@ def validate(config: Config, *, world_size: int) -> list[str]:
         *_ppo(config),
         *_optimizer(config.actor.optimizer, role="actor"),
         *_optimizer(config.critic.optimizer, role="critic"),
+        *_recompute(config.actor.recompute, role="actor"),
+        *_recompute(config.critic.recompute, role="critic"),
         *_reward(config),
         *refused_phase_limits(config.faults.phase_limits),
     ]
@@ -418,6 +420,14 @@ def _optimizer(optimizer: OptimizerConfig, *, role: str) -> Iterator[str]:
     for name in ("beta1", "beta2"):
         if getattr(optimizer, name) >= 1:
             yield f"{at}.{name}={getattr(optimizer, name)}: must be below 1; take 0.9 to 0.999"
+
+
+def _recompute(recompute: RecomputeConfig, *, role: str) -> Iterator[str]:
+    if recompute.num_layers and recompute.granularity != "full":
+        yield (
+            f"{role}.recompute.num_layers={recompute.num_layers}: counts whole layers, and "
+            f"{role}.recompute.granularity={recompute.granularity}; set granularity=full, or 0"
+        )
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -51,6 +51,7 @@ def validate_model(
     for role, model in models.items():
         directory = roles[role].model or config.actor.model
         problems += _layout(roles[role].parallel, model=model, role=role, directory=directory)
+        problems += _recomputed_layers(roles[role], model=model, role=role)
     rollout_size = config.rollout.tensor_parallel_size
     problems += _tensor_size(
         rollout_size,
@@ -93,6 +94,21 @@ def _layout(
         yield (
             f"{at}.virtual_pipeline_model_parallel_size={virtual}: must divide the {per_stage} "
             f"layers of a stage of {directory}; take {listed(fitting)}"
+        )
+
+
+def _recomputed_layers(
+    options: ActorConfig | CriticConfig | ReferenceConfig, *, model: ModelNumbers, role: str
+) -> Iterator[str]:
+    if isinstance(options, ReferenceConfig):
+        return
+    parallel, asked = options.parallel, options.recompute.num_layers
+    stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    per_stage = max(model.num_layers // stages, 1)
+    if asked > per_stage:
+        yield (
+            f"{role}.recompute.num_layers={asked}: a stage has {per_stage} layers; take at most "
+            f"{per_stage}, or 0 for all"
         )
 
 

@@ -5,7 +5,7 @@ the state of a whole model. The keys of the optimizer are those of Megatron-Core
 format: optimizer.state.<param, exp_avg or exp_avg_sq>.<key of the parameter>.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -61,18 +61,30 @@ def _held(model: RoleModel) -> Iterator[_Held]:
                 number += 1
 
 
-def captured_weights(model: RoleModel, *, buffers: HostBuffers) -> dict[str, Any]:
+Readable: TypeAlias = Callable[[Tensor], Tensor]
+"""A tensor -> itself or, where its memory is offloaded, its values on the host."""
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Of a role whose memory stays on the device."""
+    return tensor
+
+
+def captured_weights(
+    model: RoleModel, *, buffers: HostBuffers, readable: Readable = as_it_is
+) -> dict[str, Any]:
     """This rank's part of the weights, in host memory; complete after buffers.synchronize()."""
     mine = {}
     for held in _held(model):
         if _writes(held, model=model):
-            mine[held.path] = _in_host_memory(
-                _alone(held.entry), path=f"weights.{held.path}", buffers=buffers
-            )
+            entry = replace(_alone(held.entry), data=readable(held.parameter))
+            mine[held.path] = _in_host_memory(entry, path=f"weights.{held.path}", buffers=buffers)
     return mine | _other_entries(model)
 
 
-def captured_optimizer(model: RoleModel, *, optimizer: Any, buffers: HostBuffers) -> dict[str, Any]:
+def captured_optimizer(
+    model: RoleModel, *, optimizer: Any, buffers: HostBuffers, readable: Readable = as_it_is
+) -> dict[str, Any]:
     """This rank's part of the optimizer's state, in host memory; complete after
     buffers.synchronize(). Collective over the role's data-parallel groups.
 
@@ -84,7 +96,14 @@ def captured_optimizer(model: RoleModel, *, optimizer: Any, buffers: HostBuffers
         if not _is_first_copy(held.entry):  # alike on all replicas
             continue
         for name in state_names(held.parameter):
-            values = _gathered(held, name=name, own=ranges.get(held.parameter), model=model)
+            own = ranges.get(held.parameter)
+            values = own.get(name) if own is not None else None
+            values = _gathered(
+                held,
+                own=own,
+                values=readable(values) if values is not None else None,
+                model=model,
+            )
             if values is not None:
                 path = f"{name}.{held.path}"
                 mine[path] = _in_host_memory(
@@ -197,11 +216,12 @@ def _other_entries(model: RoleModel) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _gathered(held: _Held, *, name: str, own: OwnRange | None, model: RoleModel) -> Tensor | None:
-    """The whole parameter's state on its owner, None elsewhere."""
+def _gathered(
+    held: _Held, *, own: OwnRange | None, values: Tensor | None, model: RoleModel
+) -> Tensor | None:
+    """The whole parameter's state, on its owner, None elsewhere. `values`: this rank's."""
     replicas = model.groups.layout.data_parallel_size
     shape = held.parameter.shape
-    values = own.get(name) if own is not None else None
     if replicas == 1 and values is not None:
         return values.view(shape)
     whole = torch.zeros(shape.numel(), dtype=torch.float32, device=held.parameter.device)

@@ -16,6 +16,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlhf_megatron.engine.microbatch import MicroBatch, equal_micro_batches
+from rlhf_megatron.engine.offload import (
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER,
+    WEIGHTS,
+    Copier,
+    HostMemory,
+    OffloadedPart,
+    RoleMemory,
+)
 from rlhf_megatron.engine.optimizer import (
     as_float,
     build_optimizer,
@@ -24,6 +34,7 @@ from rlhf_megatron.engine.optimizer import (
     set_rates,
     wrap_for_training,
 )
+from rlhf_megatron.engine.parts import named_parts
 from rlhf_megatron.models.build import LM_HEAD, RoleModel
 from rlhf_megatron.models.config import OptimizerConfig
 from rlhf_megatron.models.vocab_parallel import TokenLogProbs, token_log_probs
@@ -81,6 +92,7 @@ class ModelEngine:
         self.job_group = job_group
         self.optimizer_config = optimizer_config
         self.optimizer: Any = None
+        self.memory = RoleMemory()
         with model.groups.active():
             if optimizer_config is None:
                 self._modules = in_model_precision(model)
@@ -99,19 +111,33 @@ class ModelEngine:
     def reset_optimizer(self) -> None:
         """A fresh optimizer over the present weights."""
         assert self.optimizer_config is not None
+        assert not self.memory.parts, "the host's copies would be those of the old one"
         with self.model.groups.active():
             self.optimizer = build_optimizer(
                 self.model, wrapped=self._modules, config=self.optimizer_config
             )
 
-    def move_weights(self, device: torch.device) -> None:
-        """Put the weights of a model that is not trained on the host or back on the device."""
-        assert self.optimizer is None, "a trained model's weights lie in its gradient buffers"
-        for chunk in self.model.chunks:
-            chunk.to(device)
+    def make_offloadable(self, kinds: Sequence[str], *, copier: Copier, moves: bool) -> None:
+        """From now on `memory` can put these kinds (engine/offload.py) off the device and back.
+        moves: False only counts."""
+        host = HostMemory(pin=self.device.type == "cuda")
+        tensors = named_parts(self.model, optimizer=self.optimizer)
+        self.memory.parts = {
+            kind: OffloadedPart(
+                kind,
+                tensors=tensors[kind],
+                copier=copier,
+                host=host,
+                keeps_values=kind != GRADIENTS,
+                moves=moves,
+            )
+            for kind in kinds
+        }
 
     def weights_changed(self) -> None:
         """The weights were written from outside: bring the optimizer's master copies in line."""
+        self.memory.assert_here(WEIGHTS, OPTIMIZER)
+        self.memory.will_change(WEIGHTS, OPTIMIZER)
         if self.optimizer is not None:
             with self.model.groups.active():
                 self.optimizer.reload_model_params()
@@ -151,6 +177,7 @@ class ModelEngine:
                 outputs(output, micro_batch)  # its collectives span the TP ranks
             return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device), {}
 
+        self.memory.assert_here(WEIGHTS)
         for module in self._modules:
             module.eval()
         with torch.no_grad():
@@ -174,6 +201,8 @@ class ModelEngine:
         It sees the gradient's norm only `with_norm`, which costs an all-reduce of one number.
         """
         assert self.optimizer is not None and self.optimizer_config is not None
+        self.memory.assert_here(*KINDS)
+        self.memory.will_change(*KINDS)
         collected: list[LossResult] = []
 
         def weighed(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
@@ -211,6 +240,10 @@ class ModelEngine:
 
     def nonfinite_weights(self) -> list[str]:
         """The parameters of this rank that hold NaN or infinity, with how many. Not collective."""
+        with self.memory.on_device(WEIGHTS):
+            return self._nonfinite_weights()
+
+    def _nonfinite_weights(self) -> list[str]:
         parameters = {n: p for n, p in self.model.parameters().items() if p.numel() > 0}
         if not parameters:
             return []

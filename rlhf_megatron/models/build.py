@@ -16,6 +16,7 @@ from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.megatron import chunk_prefix, megatron_rank_layout, padded_vocab_size
 from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.models.compat import transformer_engine_imports
+from rlhf_megatron.models.config import RecomputeConfig
 from rlhf_megatron.models.heads import ValueHead, replace_output_layer
 from rlhf_megatron.models.layers import PackedRotaryEmbedding, block_spec
 from rlhf_megatron.models.rope import rope
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LM_HEAD: Head = "lm"
 VALUE_HEAD: Head = "value"
+NO_RECOMPUTE = RecomputeConfig()
 
 
 @dataclass
@@ -103,7 +105,7 @@ def transformer_config(
     *,
     groups: RoleGroups,
     precision: str,
-    recompute: str,
+    recompute: RecomputeConfig,
     device: torch.device,
     dtype: torch.dtype | None = None,
     initialize: bool = True,
@@ -117,13 +119,6 @@ def transformer_config(
     params_dtype = dtype or (torch.bfloat16 if bf16 else torch.float32)
     sequence_parallel = layout.sequence_parallel and layout.tensor_model_parallel_size > 1
     virtual = layout.virtual_pipeline_model_parallel_size
-    options: dict[str, Any] = {}
-    if recompute == "full":
-        options.update(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
-    elif recompute == "selective":
-        options.update(recompute_granularity="selective", recompute_modules=["core_attn"])
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -169,8 +164,22 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **options,
+        **_recompute_options(recompute),
     )
+
+
+def _recompute_options(recompute: RecomputeConfig) -> dict[str, Any]:
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if recompute.granularity == "full":
+        # "block": the first layers of each (virtual) stage; "uniform": all, one by one.
+        some = recompute.num_layers > 0
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "block" if some else "uniform",
+            "recompute_num_layers": recompute.num_layers if some else 1,
+        }
+    return {}
 
 
 def build_model(
@@ -180,7 +189,7 @@ def build_model(
     groups: RoleGroups,
     precision: str,
     layer_spec_name: str,
-    recompute: str = "none",
+    recompute: RecomputeConfig = NO_RECOMPUTE,
     device: torch.device,
     seed: int,
     dtype: torch.dtype | None = None,

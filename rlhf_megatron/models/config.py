@@ -42,6 +42,19 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
+class RecomputeConfig:
+    """Activations that are computed again in the backward pass instead of kept: memory for time."""
+
+    granularity: str = choice("none", "selective", "full")
+    """none (default), selective (the attention core; costs little), or full (whole layers, of which
+    only the input is kept; about a third more compute)."""
+
+    num_layers: int = number(0, minimum=0)
+    """With full: how many layers of each pipeline stage (of each virtual stage, where there are
+    several) are recomputed; the others keep everything. 0 (default): all."""
+
+
+@dataclass(kw_only=True)
 class ActorConfig:
     """The policy that is trained."""
 
@@ -56,9 +69,20 @@ class ActorConfig:
     """Layer implementation. "auto" (the default) takes Transformer Engine where it imports and the
     device is a GPU, else the project's own norm and attention in Megatron-Core's local layers."""
 
-    recompute: str = choice("none", "selective", "full")
-    """Activations recomputed in the backward pass: none (default), the attention core, or whole
-    layers."""
+    recompute: RecomputeConfig = items(RecomputeConfig)
+    """Activations recomputed in the backward pass."""
+
+    offload_weights: bool = False
+    """Keep the weights in pinned host memory outside the role's own phases (log_prob, update_actor,
+    reshard). Copied back to the host only after an update. Default false."""
+
+    offload_gradients: bool = False
+    """Give up the gradients' memory outside update_actor. They are not copied: each update begins
+    at zero. Default false."""
+
+    offload_optimizer: bool = False
+    """Keep Adam's moments, and in bf16 the float32 master weights, in pinned host memory outside
+    update_actor. Default false."""
 
     parallel: ParallelConfig = items(ParallelConfig)
     """Layout of the actor's training ranks."""
@@ -82,8 +106,17 @@ class CriticConfig:
     layer_spec: str = choice("auto", "local", "transformer_engine")
     """As actor.layer_spec."""
 
-    recompute: str = choice("none", "selective", "full")
+    recompute: RecomputeConfig = items(RecomputeConfig)
     """As actor.recompute."""
+
+    offload_weights: bool = False
+    """As actor.offload_weights; the critic's phases are value and update_critic."""
+
+    offload_gradients: bool = False
+    """As actor.offload_gradients."""
+
+    offload_optimizer: bool = False
+    """As actor.offload_optimizer."""
 
     parallel: ParallelConfig = items(ParallelConfig)
     """Layout of the critic's ranks. Free to differ from the actor's."""
@@ -110,4 +143,4 @@ class ReferenceConfig:
     """Layout of the reference's ranks. Free to differ from the actor's."""
 
     offload: bool = False
-    """Keep the weights in host memory between uses. Default false."""
+    """Keep the weights in pinned host memory outside ref_log_prob. Default false."""

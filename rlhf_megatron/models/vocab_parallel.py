@@ -1,11 +1,13 @@
 """Log-probs and entropy over a vocabulary split across tensor-parallel ranks, from hidden states.
 
-The product with the output weight, the softmax and their gradients are taken over chunks of
-tokens; the [tokens, vocabulary] array never exists whole, forward or backward.
+The [tokens, vocabulary] array never exists whole. Forward it is cut over tokens, as each needs its
+whole row; backward, where the normaliser of each token is known, over the vocabulary: so each row
+of the weight's gradient is one product over all tokens, and needs no sum beside itself.
 
-Shape letters: N tokens, H hidden size, V padded vocabulary, t tensor-parallel size, C chunk.
+Shape letters: N tokens, H hidden size, V padded vocabulary, t tensor-parallel size.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,10 @@ from torch import Tensor
 
 MASKED_LOGIT = -1e30
 """Logit of a padding row of the vocabulary: exp is exactly 0, and 0 * logit stays 0 (not NaN)."""
+
+CHUNK_BYTES = 1 << 27
+"""Of one float32 array of a chunk, of which two or three exist at a time. Smaller chunks cost speed
+on a GPU, where each reads the whole weight (forward) or all hidden states (backward)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,33 +54,44 @@ def token_log_probs(
     targets: Tensor,
     shard: VocabShard,
     temperature: float,
-    chunk_tokens: int = 1024,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenLogProbs:
     """log pi(target) and the entropy of pi = softmax(hidden @ weight^T / temperature).
 
     hidden [N, H] must be the same on all ranks of the group, with its gradient summed over them by
-    the caller (models/heads.py); weight [V / t, H]; targets [N] int64 < vocab_size.
+    the caller (models/heads.py); weight [V / t, H]; targets [N] int64 < vocab_size. `chunk_bytes`:
+    as CHUNK_BYTES; the same for all ranks of the group.
     """
     logprobs, entropy = _ChunkedLogProbs.apply(
-        hidden, weight, targets, shard, temperature, chunk_tokens
+        hidden, weight, targets, shard, temperature, chunk_bytes
     )
     return TokenLogProbs(logprobs=logprobs, entropy=entropy)
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+def _slices(count: int, *, other: int, chunk_bytes: int) -> Iterator[slice]:
+    """Cuts `count` rows of `other` float32 values each into chunks."""
+    size = max(1, chunk_bytes // (4 * max(other, 1)))
+    for begin in range(0, count, size):
+        yield slice(begin, min(begin + size, count))
+
+
+def _logits(
+    hidden: Tensor, *, weight: Tensor, first_row: int, shard: VocabShard, temperature: float
+) -> Tensor:
+    """[N, rows of `weight`], which are those of the shard from `first_row` on."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logits = torch.matmul(hidden, weight.t()).to(dtype)
     if temperature != 1.0:
         logits /= temperature
-    logits[:, shard.real_rows :] = MASKED_LOGIT
+    logits[:, max(shard.real_rows - first_row, 0) :] = MASKED_LOGIT
     return logits
 
 
-def _local_targets(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Targets as rows of this shard (0 where elsewhere), and whether they are here."""
-    rows = targets - shard.start
-    here = (rows >= 0) & (rows < shard.rows)
-    return torch.where(here, rows, torch.zeros_like(rows)), here
+def _local_targets(targets: Tensor, *, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Targets as rows of [start, start + rows) (0 where elsewhere), and whether they are there."""
+    local = targets - start
+    here = (local >= 0) & (local < rows)
+    return torch.where(here, local, torch.zeros_like(local)), here
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -86,24 +103,27 @@ class _ChunkedLogProbs(torch.autograd.Function):
         targets: Tensor,
         shard: VocabShard,
         temperature: float,
-        chunk_tokens: int,
+        chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        count = hidden.size(0)
-        logprobs = torch.empty(count, dtype=dtype, device=hidden.device)
+        logprobs = torch.empty(hidden.size(0), dtype=dtype, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         log_normaliser = torch.empty_like(logprobs)
-        for begin in range(0, count, chunk_tokens):
-            part = slice(begin, min(begin + chunk_tokens, count))
-            logits = _chunk_logits(hidden[part], weight, shard, temperature)
-            rows, here = _local_targets(targets[part], shard)
+        for part in _slices(hidden.size(0), other=weight.size(0), chunk_bytes=chunk_bytes):
+            logits = _logits(
+                hidden[part], weight=weight, first_row=0, shard=shard, temperature=temperature
+            )
+            rows, here = _local_targets(targets[part], start=shard.start, rows=shard.rows)
             maximum = logits.max(dim=-1).values
             if shard.group.size() > 1:
                 dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=shard.group)
             logits -= maximum[:, None]
             target = logits.gather(1, rows[:, None])[:, 0] * here
             exponentials = logits.exp()
-            sums = torch.stack((exponentials.sum(-1), (exponentials * logits).sum(-1), target))
+            total = exponentials.sum(-1)
+            exponentials *= logits
+            sums = torch.stack((total, exponentials.sum(-1), target))
+            del logits, exponentials  # before the next chunk's
             if shard.group.size() > 1:
                 dist.all_reduce(sums, group=shard.group)
             log_sum = sums[0].log()
@@ -111,37 +131,64 @@ class _ChunkedLogProbs(torch.autograd.Function):
             entropy[part] = log_sum - sums[1] / sums[0]
             log_normaliser[part] = maximum + log_sum
         ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
-        ctx.options = (shard, temperature, chunk_tokens)
+        ctx.options = (shard, temperature, chunk_bytes)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_logprobs, grad_entropy = gradients
         hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
-        shard, temperature, chunk_tokens = ctx.options
-        grad_hidden = torch.empty_like(hidden)
-        # Chunks add up in float32: in bf16 a large vocabulary's small gradients would be lost.
-        grad_weight = (
-            torch.zeros_like(weight, dtype=log_normaliser.dtype)
-            if ctx.needs_input_grad[1]
-            else None
-        )
-        for begin in range(0, hidden.size(0), chunk_tokens):
-            part = slice(begin, min(begin + chunk_tokens, hidden.size(0)))
-            log_p = _chunk_logits(hidden[part], weight, shard, temperature)
-            log_p -= log_normaliser[part, None]
-            p = log_p.exp()
-            # d logprob / d logit_j = [j = target] - p_j
-            # d entropy / d logit_j = -p_j * (log p_j + entropy)
-            grad = -p * (
-                grad_logprobs[part, None] + grad_entropy[part, None] * (log_p + entropy[part, None])
+        shard, temperature, chunk_bytes = ctx.options
+        # Chunks add up in float32: in bf16 small gradients would be lost.
+        grad_hidden = torch.zeros_like(hidden, dtype=log_normaliser.dtype)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for part in _slices(weight.size(0), other=hidden.size(0), chunk_bytes=chunk_bytes):
+            grad = _grad_logits(
+                _logits(
+                    hidden,
+                    weight=weight[part],
+                    first_row=part.start,
+                    shard=shard,
+                    temperature=temperature,
+                ),
+                log_normaliser=log_normaliser,
+                entropy=entropy,
+                grad_logprobs=grad_logprobs,
+                grad_entropy=grad_entropy,
             )
-            rows, here = _local_targets(targets[part], shard)
-            grad.scatter_add_(1, rows[:, None], (grad_logprobs[part] * here)[:, None])
-            grad = (grad / temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
+            rows, here = _local_targets(
+                targets, start=shard.start + part.start, rows=part.stop - part.start
+            )
+            grad.scatter_add_(1, rows[:, None], (grad_logprobs * here)[:, None])
+            if temperature != 1.0:
+                grad /= temperature
+            grad = grad.to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+                torch.matmul(grad.t(), hidden, out=grad_weight[part])
+            if grad_hidden.dtype == hidden.dtype:
+                grad_hidden.addmm_(grad, weight[part])
+            else:
+                grad_hidden += grad @ weight[part]
+            del grad  # before the next chunk's
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _grad_logits(
+    logits: Tensor,
+    *,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+) -> Tensor:
+    """The gradient of the logits but for the targets' own part, in the place of `logits`.
+
+    d logprob / d logit_j = [j = target] - p_j; d entropy / d logit_j = -p_j (log p_j + entropy).
+    """
+    logits -= log_normaliser[:, None]
+    p = logits.exp()
+    logits += entropy[:, None]
+    logits *= grad_entropy[:, None]
+    logits += grad_logprobs[:, None]
+    logits *= p
+    return logits.neg_()

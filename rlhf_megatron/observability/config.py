@@ -35,6 +35,13 @@ class LoggingConfig:
     rollouts_interval_steps: int = number(1, minimum=0)
     """Write RUN/rollouts/step_N.jsonl every so many steps; 0 never. Default 1."""
 
+    monitor_interval_steps: int = number(10, minimum=0)
+    """Print and log a line with the memory in use every so many steps; 0 never. Default 10."""
+
+    memory_snapshot_on_oom: bool = False
+    """On a GPU record allocations with their stacks, and write RUN/oom_rank_N.pickle for PyTorch's
+    memory viewer where memory runs out. Costs some speed. Default false."""
+
     peak_tflops: float = number(0.0, minimum=0)
     """Dense peak rate of one device in the training precision, for train/mfu. 0 (default) takes
     the device's known rate; on a CPU it is measured by a matrix product at the start."""

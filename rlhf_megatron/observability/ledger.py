@@ -11,42 +11,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 
-GB = 1e9
+from rlhf_megatron.observability.memory import MemoryUse, memory_use, reset_peak
+
 STEP = "step"
 """Name of the record that covers a whole step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Memory of this process. On a GPU: tensors, the caching allocator's hold, and the largest
-    tensors since the last reset. On a CPU all three are the resident set."""
-
-    allocated_gb: float
-    reserved_gb: float
-    peak_gb: float
-
-
-def memory_use(device: torch.device) -> MemoryUse:
-    """Memory of this process on `device` as of now."""
-    if device.type == "cuda":
-        return MemoryUse(
-            allocated_gb=torch.cuda.memory_allocated(device) / GB,
-            reserved_gb=torch.cuda.memory_reserved(device) / GB,
-            peak_gb=torch.cuda.max_memory_allocated(device) / GB,
-        )
-    resident = psutil.Process().memory_info().rss / GB
-    return MemoryUse(allocated_gb=resident, reserved_gb=resident, peak_gb=resident)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRecord:
     """One passage through a phase on one rank: a line of ledger.jsonl.
 
-    allocated and reserved are as of the exit. peak is the largest in between on a GPU; on a CPU,
-    which keeps no such mark, the larger of entry and exit.
+    Memory as of the exit, but for the peak, which is the largest in between; on a CPU whose kernel
+    keeps no such mark (memory.reset_peak), the larger of entry and exit. alloc_retries are those
+    since the entry.
     """
 
     step: int
@@ -56,14 +35,24 @@ class PhaseRecord:
     allocated_gb: float
     reserved_gb: float
     peak_gb: float
+    active_gb: float = 0.0
+    fragmentation: float = 0.0
+    """Reserved but not allocated, as a share of reserved."""
+    alloc_retries: int = 0
+    device_used_gb: float = 0.0
+    """Of the whole GPU, by the driver: other processes and libraries included."""
+    entry_gb: float = 0.0
+    """Allocated at the entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationRecord:
-    """What one purpose moved in a step through one kind of collective: a line of ledger.jsonl."""
+    """What one purpose moved in a phase through one kind of collective: a line of ledger.jsonl."""
 
     step: int
     rank: int
+    during_phase: str
+    """Not `phase`, by which readers know the lines of phases. "" between phases."""
     purpose: str
     collective: str
     calls: int
@@ -82,16 +71,26 @@ class PhaseListener(Protocol):
 
 
 class CommunicationLedger:
-    """Bytes, calls and seconds of this rank's collectives, by purpose and collective."""
+    """Bytes, calls and seconds of this rank's transfers, by phase, purpose and collective."""
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], tuple[int, int, float]] = {}
+        self.phase = ""
+        """The running phase; set by the PhaseLedger."""
+        self._totals: dict[tuple[str, str, str], tuple[int, int, float]] = {}
 
     def record(
-        self, purpose: str, *, num_bytes: int, seconds: float, collective: str = "", calls: int = 1
+        self,
+        purpose: str,
+        *,
+        num_bytes: int,
+        seconds: float,
+        collective: str = "",
+        calls: int = 1,
+        phase: str | None = None,
     ) -> None:
-        """Add to a purpose such as "reshard". Bytes are those that this rank received."""
-        key = (purpose, collective)
+        """Add to a purpose such as "reshard". Bytes are those that this rank received; `phase`:
+        the one in which they were asked for, by default the running one."""
+        key = (self.phase if phase is None else phase, purpose, collective)
         old_calls, old_bytes, old_seconds = self._totals.get(key, (0, 0, 0.0))
         self._totals[key] = (old_calls + calls, old_bytes + num_bytes, old_seconds + seconds)
 
@@ -102,13 +101,14 @@ class CommunicationLedger:
             CommunicationRecord(
                 step=step,
                 rank=rank,
+                during_phase=phase,
                 purpose=purpose,
                 collective=collective,
                 calls=calls,
                 bytes=num_bytes,
                 seconds=seconds,
             )
-            for (purpose, collective), (calls, num_bytes, seconds) in sorted(totals.items())
+            for (phase, purpose, collective), (calls, num_bytes, seconds) in sorted(totals.items())
         ]
 
 
@@ -123,7 +123,9 @@ class StepLedger:
         """Metric keys of the records; with several ranks, each figure of the worst of them.
 
         time/<phase>_seconds (passages added up), memory/<phase>_peak_gb, both with "step" for the
-        whole, and gpu/memory_active_gb: allocated at the step's end (resident set on a CPU).
+        whole; as of the step's end gpu/memory_active_gb, _allocated_gb, _reserved_gb (the resident
+        set on a CPU), gpu/memory_used_gb (of the whole GPU) and memory/fragmentation;
+        memory/alloc_retries: of the step.
         """
         seconds: dict[str, dict[int, float]] = {}
         peaks: dict[str, float] = {}
@@ -133,9 +135,16 @@ class StepLedger:
             peaks[record.phase] = max(peaks.get(record.phase, 0.0), record.peak_gb)
         result = {f"time/{phase}_seconds": max(of.values()) for phase, of in seconds.items()}
         result |= {f"memory/{phase}_peak_gb": peak for phase, peak in peaks.items()}
-        ends = [record.allocated_gb for record in self.phases if record.phase == STEP]
+        ends = [record for record in self.phases if record.phase == STEP]
         if ends:
-            result["gpu/memory_active_gb"] = max(ends)
+            result |= {
+                "gpu/memory_active_gb": max(record.active_gb for record in ends),
+                "gpu/memory_allocated_gb": max(record.allocated_gb for record in ends),
+                "gpu/memory_reserved_gb": max(record.reserved_gb for record in ends),
+                "gpu/memory_used_gb": max(record.device_used_gb for record in ends),
+                "memory/fragmentation": max(record.fragmentation for record in ends),
+                "memory/alloc_retries": float(max(record.alloc_retries for record in ends)),
+            }
         return result
 
 
@@ -169,8 +178,9 @@ class PhaseLedger:
             ...
         step_ledger = ledger.finish_step()
 
-    On a GPU the device is synchronised where a phase begins and ends, so that its work is counted
-    where it was asked for, and the peak of the allocator is reset at the entry. Phases do not nest;
+    On a GPU the current stream is waited for where a phase begins and ends, so that its work is
+    counted where it was asked for; copies on other streams, as of offload, go on. The peak of the
+    memory is reset at the entry. Phases do not nest;
     a phase entered twice in a step gives two records. `current_phase` may be read by other threads.
     """
 
@@ -192,6 +202,7 @@ class PhaseLedger:
         self._device = device
         self._records: list[PhaseRecord] = []
         self._step_started_seconds = time.monotonic()
+        self._step_entry = memory_use(device)
 
     def start_step(self, step: int) -> None:
         """Begin a step's records and its clock; those of a step left unfinished are dropped."""
@@ -200,17 +211,17 @@ class PhaseLedger:
         self._records = []
         self.communication.take(step=step, rank=self.rank)
         self._step_started_seconds = time.monotonic()
+        self._step_entry = memory_use(self._device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Run the block as phase `name`. Its record is kept also where the block raises."""
         assert not self._inside, f"{name} inside {self.current_phase}"
         self._synchronize()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        peak_is_known = reset_peak(self._device)
         entry = memory_use(self._device)
         self.phase_started_seconds = time.monotonic()
-        self.current_phase = name
+        self.current_phase = self.communication.phase = name
         self.progress += 1
         self._inside = True
         try:
@@ -221,8 +232,11 @@ class PhaseLedger:
         finally:
             self._inside = False
             seconds = time.monotonic() - self.phase_started_seconds
-            record = self._record(name, seconds=seconds, least_peak_gb=entry.peak_gb)
+            now = memory_use(self._device)
+            peak = now.peak_gb if peak_is_known else max(entry.allocated_gb, now.allocated_gb)
+            record = self._record(name, seconds=seconds, peak_gb=peak, entry=entry, now=now)
         self.current_phase, self.last_phase = None, name
+        self.communication.phase = ""
         self.progress += 1
         for listener in self.listeners:
             listener.phase_exited(record)
@@ -240,13 +254,20 @@ class PhaseLedger:
     def finish_step(self) -> StepLedger:
         """The step's records of this rank, closed by one for the whole step."""
         seconds = time.monotonic() - self._step_started_seconds
-        peak = max((record.peak_gb for record in self._records), default=0.0)
-        self._record(STEP, seconds=seconds, least_peak_gb=peak)
+        now = memory_use(self._device)
+        peak = max((record.peak_gb for record in self._records), default=now.allocated_gb)
+        self._record(STEP, seconds=seconds, peak_gb=peak, entry=self._step_entry, now=now)
         records, self._records = self._records, []
         return StepLedger(records, self.communication.take(step=self.step, rank=self.rank))
 
-    def _record(self, phase: str, *, seconds: float, least_peak_gb: float) -> PhaseRecord:
-        now = memory_use(self._device)
+    @property
+    def records(self) -> list[PhaseRecord]:
+        """Those of the step so far."""
+        return list(self._records)
+
+    def _record(
+        self, phase: str, *, seconds: float, peak_gb: float, entry: MemoryUse, now: MemoryUse
+    ) -> PhaseRecord:
         record = PhaseRecord(
             step=self.step,
             rank=self.rank,
@@ -254,11 +275,16 @@ class PhaseLedger:
             seconds=seconds,
             allocated_gb=now.allocated_gb,
             reserved_gb=now.reserved_gb,
-            peak_gb=max(now.peak_gb, least_peak_gb),
+            peak_gb=peak_gb,
+            active_gb=now.active_gb,
+            fragmentation=now.fragmentation,
+            alloc_retries=now.alloc_retries - entry.alloc_retries,
+            device_used_gb=now.device_used_gb,
+            entry_gb=entry.allocated_gb,
         )
         self._records.append(record)
         return record
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()

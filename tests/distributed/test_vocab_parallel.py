@@ -58,7 +58,7 @@ def on_ranks(rank: int, vocab_size: int, dtype: torch.dtype, chunk_tokens: int) 
         targets=given["targets"],
         shard=shard,
         temperature=TEMPERATURE,
-        chunk_tokens=chunk_tokens,
+        chunk_bytes=4 * rows * chunk_tokens,
     )
     loss_of(found.logprobs, found.entropy, given).backward()
     dist.all_reduce(hidden.grad)  # as models/heads.py does

@@ -107,7 +107,7 @@ class Case:
 
 
 def run_updates(rank: int, models: Path, rollout: Path, case: Case) -> Trace:
-    """NUM_ROUNDS rounds on the recorded rollout, as Trainer.train_step takes them."""
+    """NUM_ROUNDS rounds on the recorded rollout, as TrainingStep.run takes them."""
     config, factory = ppo_config(**case.changes), new_factory()
     other = case.critic or case.actor
     actor = build_role(
@@ -139,7 +139,7 @@ def run_updates(rank: int, models: Path, rollout: Path, case: Case) -> Trace:
 def one_round(
     ppo: PpoStep, *, rollout: Path, step: int, controller: KlController, trace: Trace
 ) -> None:
-    """A step on the recorded rollout, as Trainer.train_step takes it; adds to `trace`."""
+    """A step on the recorded rollout, as TrainingStep.run takes it; adds to `trace`."""
     batch = load_batch(rollout)
     plan = ppo.plan(batch, step=step)
     batch.response["old_logprobs"] = ppo.log_probs(ppo.actor, batch=batch, plan=plan[0])

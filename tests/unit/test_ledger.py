@@ -1,6 +1,7 @@
 """The phase ledger: clocks, memory, listeners, lines, metrics over ranks."""
 
 import json
+import re
 import threading
 import time
 
@@ -12,8 +13,13 @@ from rlhf_megatron.observability.ledger import (
     PhaseRecord,
     StepLedger,
     append_ledger,
-    memory_use,
     merge_ledgers,
+)
+from rlhf_megatron.observability.memory import (
+    allocator_summary,
+    memory_use,
+    monitor_line,
+    reset_peak,
 )
 
 CPU = torch.device("cpu")
@@ -66,6 +72,37 @@ def test_memory_that_a_phase_takes_is_seen():
     assert step.peak_gb == max(allocate.peak_gb, release.peak_gb)
 
 
+def test_the_peak_of_a_cpu_phase_includes_what_was_freed_inside():
+    if not reset_peak(CPU):
+        pytest.skip("the kernel keeps no peak that can be reset")
+    ledger = PhaseLedger(rank=0, device=CPU)
+    ledger.start_step(1)
+    with ledger.phase("value"):
+        torch.ones(50_000_000).add_(1)  # 0.2 GB
+    with ledger.phase("reward"):
+        pass
+    value, reward, _ = ledger.finish_step().phases
+    assert value.peak_gb - value.allocated_gb >= 0.15
+    assert reward.peak_gb < value.peak_gb - 0.15
+
+
+def test_memory_is_that_of_the_entry_and_exit_where_no_peak_is_kept(monkeypatch):
+    monkeypatch.setattr("rlhf_megatron.observability.ledger.reset_peak", lambda _: False)
+    ledger = PhaseLedger(rank=0, device=CPU)
+    held = [torch.ones(25_000_000)]
+    with ledger.phase("release"):
+        torch.ones(50_000_000)  # not seen
+        held.clear()
+    (record,) = ledger.records
+    assert record.peak_gb == record.entry_gb > record.allocated_gb + 0.05
+
+
+def test_monitor_line_and_summary_of_a_cpu():
+    line = monitor_line(CPU, step=100)
+    assert re.fullmatch(r"\[Step 100\] CPU: process memory \| Resident: \d+\.\d{3}GB", line)
+    assert "VmRSS" in allocator_summary(CPU)
+
+
 def test_the_current_phase_is_readable_from_another_thread():
     ledger = PhaseLedger(rank=0, device=CPU)
     seen = []
@@ -104,14 +141,18 @@ def test_phases_do_not_nest():
                 pass
 
 
-def test_communication_adds_up_by_purpose_and_starts_anew_each_step():
+def test_communication_adds_up_by_phase_and_purpose_and_starts_anew_each_step():
     ledger = PhaseLedger(rank=1, device=CPU)
     ledger.start_step(4)
     comm = ledger.communication
     comm.record("reshard", num_bytes=100, seconds=0.5, collective="all_to_all")
     comm.record("reshard", num_bytes=20, seconds=0.25, collective="all_to_all", calls=3)
-    comm.record("exchange", num_bytes=7, seconds=0.1)
-    exchange, reshard = ledger.finish_step().communication
+    with ledger.phase("rollout"):
+        comm.record("exchange", num_bytes=7, seconds=0.1)
+        comm.record("offload", num_bytes=1, seconds=0.0, phase="log_prob")  # begun before
+    reshard, offload, exchange = ledger.finish_step().communication
+    assert (reshard.during_phase, exchange.during_phase) == ("", "rollout")
+    assert offload.during_phase == "log_prob"
     assert (reshard.bytes, reshard.calls, reshard.seconds) == (120, 4, 0.75)
     assert (reshard.purpose, reshard.collective) == ("reshard", "all_to_all")
     assert (exchange.bytes, exchange.calls, exchange.rank, exchange.step) == (7, 1, 1, 4)
@@ -128,6 +169,10 @@ def phase_record(rank, phase, seconds, peak):
         allocated_gb=peak / 2,
         reserved_gb=peak,
         peak_gb=peak,
+        active_gb=peak / 4,
+        fragmentation=peak / 8,
+        alloc_retries=int(peak),
+        device_used_gb=peak * 2,
     )
 
 
@@ -147,7 +192,12 @@ def test_metrics_of_several_ranks_are_those_of_the_worst():
         "time/step_seconds": 3.0,
         "memory/value_peak_gb": 6.0,
         "memory/step_peak_gb": 6.0,
-        "gpu/memory_active_gb": 3.0,
+        "gpu/memory_active_gb": 1.5,
+        "gpu/memory_allocated_gb": 3.0,
+        "gpu/memory_reserved_gb": 6.0,
+        "gpu/memory_used_gb": 12.0,
+        "memory/fragmentation": 0.75,
+        "memory/alloc_retries": 6.0,
     }
     assert StepLedger().metrics() == {}
 
@@ -170,8 +220,14 @@ def test_lines_of_the_ledger_file(tmp_path):
         "allocated_gb",
         "reserved_gb",
         "peak_gb",
+        "active_gb",
+        "fragmentation",
+        "alloc_retries",
+        "device_used_gb",
+        "entry_gb",
     }
     assert lines[2]["purpose"] == "reshard" and lines[2]["bytes"] == 5
+    assert lines[2]["during_phase"] == "rollout"
 
 
 @pytest.mark.gpu

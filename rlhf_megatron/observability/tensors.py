@@ -1,0 +1,49 @@
+"""The tensors of this process that take most memory, with names where there are any."""
+
+import gc
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.observability.memory import GB
+
+Names = Callable[[], Mapping[str, Tensor]]
+
+
+def largest_tensors(device: torch.device, *, count: int = 10, names: Names = dict) -> list[str]:
+    """One line each: size, type, shape and name of the largest storages on `device`, as the garbage
+    collector finds them; what only autograd's graph or other libraries hold is not among them.
+
+    names: what is known by name. A storage with several tensors in it is shown by the largest.
+    """
+    known = {_key(t): name for name, t in reversed(list(names().items()))}
+    found: dict[int, Tensor] = {}
+    for tensor in _tensors(device):
+        key = _key(tensor)
+        if key not in found or tensor.numel() > found[key].numel():
+            found[key] = tensor
+    largest = sorted(found.items(), key=lambda item: -item[1].untyped_storage().nbytes())[:count]
+    return [
+        f"{t.untyped_storage().nbytes() / GB:8.3f} GB  {str(t.dtype).removeprefix('torch.')} "
+        f"{list(t.shape)}{f'  {known[key]}' if key in known else ''}"
+        for key, t in largest
+    ]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(device: torch.device) -> list[Tensor]:
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some lazy modules warn where they are looked at
+        for thing in gc.get_objects():
+            try:
+                if isinstance(thing, Tensor) and thing.device.type == device.type and _key(thing):
+                    found.append(thing)
+            except Exception:
+                continue
+    return found
