@@ -1,6 +1,7 @@
 # make quickstart   train a tiny model on this machine's CPU, from nothing
 # make test         all tests (those that need a GPU skip without one)
 # make lint         ruff and mypy
+# make docs         docs/config.md, the reference of all keys, from the code
 # make venv         only the virtual environment of the three above
 # make clean        caches and build files; leaves .venv, runs/ and data/
 
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint venv clean
+.PHONY: quickstart test lint docs venv clean
 
 quickstart: $(VENV)/.cpu-installed
 	$(BIN)/python tools/make_quickstart.py --output data/quickstart --seed $(SEED)
@@ -34,6 +35,9 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.cpu-installed
+	$(BIN)/python tools/config_reference.py --output docs/config.md
 
 venv: $(VENV)/.dev-installed
 

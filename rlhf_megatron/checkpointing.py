@@ -34,7 +34,7 @@ from rlhf_megatron.checkpoint.sharded import load_weights
 from rlhf_megatron.checkpoint.step_folders import prune
 from rlhf_megatron.checkpoint.training_manifest import TrainingManifest
 from rlhf_megatron.checkpoint.training_save import TrainingSave, utc_now
-from rlhf_megatron.config import Config
+from rlhf_megatron.config import Config, plain_config
 from rlhf_megatron.distributed.agreement import together
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
@@ -49,7 +49,6 @@ from rlhf_megatron.resume import (
     ResumePoint,
     describe_models,
     note_lines,
-    plain_config,
     sizes_of,
 )
 from rlhf_megatron.run_state import RunState

@@ -14,6 +14,7 @@ TOOLS = {
     "inspect-checkpoint": "inspect_checkpoint",
     "plan-memory": "plan_memory",
     "plan-reshard": "plan_reshard",
+    "config-reference": "config_reference",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",
     "make-quickstart": "make_quickstart",

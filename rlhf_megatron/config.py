@@ -4,8 +4,10 @@ Each part's dataclass is declared in the `config.py` of the room that uses it; t
 `loader` reads files and overrides, `validation` holds the rules that span several keys.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -15,13 +17,14 @@ from rlhf_megatron.data.config import DataConfig, EvaluationConfig, WarmupConfig
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.faults_config import FaultsConfig
-from rlhf_megatron.loader import load
+from rlhf_megatron.loader import Loaded, load
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
 from rlhf_megatron.observability.config import LoggingConfig
 from rlhf_megatron.reshard.config import ParityConfig, ReshardConfig
 from rlhf_megatron.rewards.config import RewardConfig
 from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.schema import items, number
+from rlhf_megatron.secret_values import Secrets
 
 
 @dataclass(kw_only=True)
@@ -67,6 +70,9 @@ class Config:
     logging: LoggingConfig = items(LoggingConfig)
     distributed: DistributedConfig = items(DistributedConfig)
 
+    def __post_init__(self) -> None:
+        self.secrets = Secrets()  # no option: what of the values above must not be shown
+
 
 def load_config(paths: Sequence[str], *, overrides: Sequence[str] = ()) -> Config:
     """The YAML files merged in order, then the `key.path=value` overrides, onto the tree above.
@@ -74,12 +80,29 @@ def load_config(paths: Sequence[str], *, overrides: Sequence[str] = ()) -> Confi
     Raises ConfigError with all problems at once: unknown keys, types, bounds, choices, files.
     `validation.load_and_validate` adds the rules that span several keys to the same message.
     """
-    loaded = load(Config, paths=paths, overrides=overrides)
+    loaded = read_config(paths, overrides=overrides)
     if loaded.problems:
         raise ConfigError(loaded.problems)
     return loaded.config
 
 
+def read_config(paths: Sequence[str], *, overrides: Sequence[str] = ()) -> Loaded[Config]:
+    """The same without an error: the problems are in what it returns."""
+    loaded = load(Config, paths=paths, overrides=overrides)
+    loaded.config.secrets = loaded.secrets
+    return loaded
+
+
+def plain_config(config: Config) -> dict[str, Any]:
+    """The configuration as plain JSON values, secrets hidden: for whatever is saved or shown."""
+    found = OmegaConf.to_container(OmegaConf.structured(config))
+    plain: dict[str, Any] = json.loads(json.dumps(config.secrets.hide_in(found)))
+    return plain
+
+
 def resolved_yaml(config: Config) -> str:
-    """The whole configuration as YAML, defaults included; loading it gives `config` again."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The whole configuration as YAML, defaults included; loading it gives `config` again.
+
+    Secrets are hidden: those from the environment load again where the variable is set, one that
+    was written out has to be given anew."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))

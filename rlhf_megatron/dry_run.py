@@ -1,25 +1,36 @@
 """What a configuration would run: batches, layouts, engines, reshard bytes and memory; no GPU."""
 
-from rlhf_megatron.architectures import read_architectures
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_megatron.architectures import Architectures, read_architectures
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.megatron import megatron_layouts
-from rlhf_megatron.memory.plan import plan_memory
-from rlhf_megatron.memory.report import describe_plan
-from rlhf_megatron.memory.suggestions import suggest
-from rlhf_megatron.memory_report import GPU_MEMORY_GB, machine_of, role_models
+from rlhf_megatron.memory_report import GPU_MEMORY_GB, machine_of, planned, role_models
 from rlhf_megatron.placement import place_engines
 from rlhf_megatron.reshard.minimum import bytes_minimum
 from rlhf_megatron.resolve import describe_batch, parallel_layout
+from rlhf_megatron.validation import validate_paths
 
 GPUS_PER_NODE = 8
 MOST_ENGINES_SHOWN = 8
 BYTES_PER_PARAMETER = {"bf16": 2, "fp32": 4}
 
 
-def describe(config: Config, *, world_size: int, gpu_memory_gb: float = GPU_MEMORY_GB) -> str:
-    """The report of --dry-run. Raises ConfigError where the model does not fit the layouts."""
-    architectures = read_architectures(config)
+def describe(
+    config: Config,
+    *,
+    world_size: int,
+    stand_ins: Sequence[Path] = (),
+    gpu_memory_gb: float = GPU_MEMORY_GB,
+) -> str:
+    """The report of --dry-run. Raises ConfigError where the model does not fit the layouts.
+
+    stand_ins: where a model's numbers are taken from that is not here (architectures.py). Files
+    that a run needs and that are not here are listed; they are no fault of the configuration.
+    """
+    architectures = read_architectures(config, stand_ins=stand_ins)
     actor = architectures.actor
     lines = [describe_batch(config, world_size=world_size), "", "roles:"]
     roles = [("actor", config.actor.parallel), ("critic", config.critic.parallel)]
@@ -35,17 +46,28 @@ def describe(config: Config, *, world_size: int, gpu_memory_gb: float = GPU_MEMO
             f"fastest first: {'-'.join(layout.order)}"
         )
     lines += ["", *_reshard(config, arch=actor, world_size=world_size)]
-    models = role_models(config, architectures=architectures)
-    machine = machine_of(
+    memory = planned(
         config,
-        world_size=world_size,
-        gpu_memory_gb=gpu_memory_gb,
-        gpus_per_node=min(world_size, GPUS_PER_NODE),
+        models=role_models(config, architectures=architectures),
+        machine=machine_of(
+            config,
+            world_size=world_size,
+            gpu_memory_gb=gpu_memory_gb,
+            gpus_per_node=min(world_size, GPUS_PER_NODE),
+        ),
     )
-    plan = plan_memory(config, models=models, machine=machine)
-    advice = suggest(config, models=models, machine=machine, plan=plan)
-    lines += ["", describe_plan(plan, advice=advice)]
-    return "\n".join(lines)
+    lines += ["", str(memory)]
+    lines += _absent(config, architectures=architectures)
+    return config.secrets.hide("\n".join(lines))
+
+
+def _absent(config: Config, *, architectures: Architectures) -> list[str]:
+    """What a run would refuse to start without."""
+    missing = validate_paths(config, check_output=False)
+    lines = ["", *architectures.notes] if architectures.notes else []
+    if missing:
+        lines += ["", "not here yet, and a run needs it:", *(f"  {line}" for line in missing)]
+    return lines
 
 
 def _reshard(config: Config, *, arch: ModelArchitecture, world_size: int) -> list[str]:
@@ -75,6 +97,19 @@ def _reshard(config: Config, *, arch: ModelArchitecture, world_size: int) -> lis
         f"TP{config.rollout.tensor_parallel_size} (nodes of {GPUS_PER_NODE} ranks):",
         *(f"  ranks {','.join(map(str, engine))}" for engine in shown),
         *([f"  and {more} more"] if more > 0 else []),
+        *_across_nodes(placement.engines),
         f"reshard: each sync receives {mean / 1e9:.3f} GB per rank (most "
         f"{max(received.values()) / 1e9:.3f} GB), {sum(received.values()) / 1e9:.3f} GB in all",
+    ]
+
+
+def _across_nodes(engines: Sequence[Sequence[int]]) -> list[str]:
+    """A line on engines that do not fit in a node."""
+    spans = [len({rank // GPUS_PER_NODE for rank in engine}) for engine in engines]
+    across = [span for span in spans if span > 1]
+    if not across:
+        return []
+    return [
+        f"  {len(across)} of them span {max(across)} nodes: two all-reduces per layer and token "
+        "cross the network; only for a model that one node does not hold"
     ]

@@ -17,7 +17,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_megatron.schema import CHOICES, EXCLUSIVE, MAXIMUM, MINIMUM
+from rlhf_megatron.config_names import Answer, answer
+from rlhf_megatron.schema import CHOICES, EXCLUSIVE, MAXIMUM, MINIMUM, SECRET
+from rlhf_megatron.secret_values import HIDDEN, Secrets, find_secrets
 
 T = TypeVar("T")
 
@@ -63,6 +65,8 @@ class Loaded(Generic[T]):
     faulty_keys: set[str] = field(default_factory=set)
     all_read: bool = True
     """False where a file could not be read: what follows from its absence is no news."""
+    secrets: Secrets = field(default_factory=Secrets)
+    """What must not be shown. The problems hold none of it."""
 
 
 def load(root: type[T], *, paths: Sequence[str], overrides: Sequence[str]) -> Loaded[T]:
@@ -91,7 +95,8 @@ def load(root: type[T], *, paths: Sequence[str], overrides: Sequence[str]) -> Lo
             value = value_of(loaded.config, key=key)
             source = winners[key].source if key in winners else "default"
             _report(key, loaded=loaded, text=f"{key}={show(value)}: {rule} ({source})")
-    loaded.problems = list(dict.fromkeys(loaded.problems))
+    loaded.secrets = _secrets(loaded.config, options=options, winners=winners)
+    loaded.problems = list(dict.fromkeys(map(loaded.secrets.hide, loaded.problems)))
     return loaded
 
 
@@ -264,6 +269,14 @@ def _walk(instance: Any, *, prefix: str) -> Iterator[tuple[str, Option]]:
             yield key, Option(type_name=name, default=value, metadata=declared.metadata)
 
 
+def _secrets(
+    config: Any, *, options: Mapping[str, Option], winners: Mapping[str, Setting]
+) -> Secrets:
+    secret_keys = {key for key, option in options.items() if option.metadata.get(SECRET)}
+    written = [(s.text or str(s.value), key in secret_keys) for key, s in winners.items()]
+    return find_secrets(written, resolved=[value_of(config, key=key) for key in secret_keys])
+
+
 def _report(key: str, *, loaded: Loaded[Any], text: str) -> None:
     loaded.problems.append(text)
     loaded.faulty_keys.add(key)
@@ -298,10 +311,16 @@ def _apply(
         return
     if options[owner].type_name == "str" and setting.text is not None:
         value = setting.text
+    is_secret = bool(options[owner].metadata.get(SECRET))
+    if is_secret and value == HIDDEN:
+        text = f"{key}={value}: a saved configuration does not hold it; give it again, such as"
+        _report(owner, loaded=loaded, text=f"{text} {key}='${{oc.env:NAME}}' ({setting.source})")
+        return
     try:
         OmegaConf.update(tree, key, value, force_add=is_mapping)
     except OmegaConfBaseException:
-        _report(owner, loaded=loaded, text=f"{key}={show(value)}: {way_out}")
+        shown = HIDDEN if is_secret else show(value)
+        _report(owner, loaded=loaded, text=f"{key}={shown}: {way_out}")
 
 
 def _report_no_option(
@@ -320,9 +339,13 @@ def _report_no_option(
             )
             _report(key, loaded=loaded, text=f"{text} {inner} ({setting.source})")
         return
-    near = nearest(key, candidates=[*options, *sections])
-    text = f"{key}: unknown key; did you mean {near}? ({setting.source})"
-    _report(near, loaded=loaded, text=text)
+    known = answer(key, own_endings={option.rpartition(".")[2] for option in options})
+    if known is None:
+        near = nearest(key, candidates=[*options, *sections])
+        known = Answer(f"did you mean {near}?", (near,))
+    text = f"{key}: unknown key; {known.text} ({setting.source})"
+    loaded.problems.append(text)
+    loaded.faulty_keys |= set(known.keys)
 
 
 def _resolve(
@@ -346,7 +369,12 @@ def _resolve(
         cause = " ".join(str(error).split("\n")[0].split())
         given = show(setting.value) if setting else "???"
         source = f" ({setting.source})" if setting else ""
-        text = f"{key}={given}: cannot be resolved: {cause}; set it, or write a plain value{source}"
+        way_out = "set it, or write a plain value"
+        missing = re.search(r"Environment variable '.*' not found", cause)
+        if missing:
+            cause = missing[0]
+            way_out = "export it (or set it, or give a default as ${oc.env:NAME,default})"
+        text = f"{key}={given}: cannot be resolved: {cause}; {way_out}{source}"
         _report(key, loaded=loaded, text=text)
         value = options[key].default
     OmegaConf.update(tree, key, value, merge=False)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rlhf_megatron.architectures import read_architectures
+from rlhf_megatron.architectures import read_architectures, stand_in_folders
 from rlhf_megatron.config import Config
 from rlhf_megatron.environment import adopt_slurm_environment
 from rlhf_megatron.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, UserError
@@ -68,11 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         adopt_slurm_environment()
         options = parser().parse_intermixed_args(arguments)
         started = int(os.environ.get("WORLD_SIZE", "1"))
+        if options.world_size is not None and options.world_size < 1:
+            raise UserError(f"--world-size {options.world_size}: must be 1 or more")
         config = load_and_validate(
             options.config,
             overrides=options.overrides,
             world_size=options.world_size or started if options.dry_run else started,
-            check_output=not options.dry_run,
+            check_paths=not options.dry_run,
         )
         if options.dry_run:
             from rlhf_megatron.dry_run import describe
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 describe(
                     config,
                     world_size=options.world_size or started,
+                    stand_ins=stand_in_folders(options.config),
                     gpu_memory_gb=options.gpu_memory_gb,
                 )
             )
@@ -112,12 +115,13 @@ def train(config: Config) -> int:
         signals = StopSignals()
         ledger = PhaseLedger(rank=context.rank, device=context.device)
         channel.position = lambda: position_of(ledger, config=config)
+        channel.hide = config.secrets.hide
         point = find_resume_point(config, context=context)
         if context.rank == 0:
             open_run_folder(config, point=point)
             print(describe_batch(config, world_size=context.world_size), flush=True)
         dist.barrier()
-        setup_logging(config.run.output_dir, rank=context.rank)
+        setup_logging(config.run.output_dir, rank=context.rank, hide=config.secrets.hide)
         stop = StopAgreement(
             signals=signals,
             time_limit=slurm_time_limit(stop_before_minutes=config.checkpoint.stop_before_minutes),

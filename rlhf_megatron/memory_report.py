@@ -1,11 +1,15 @@
-"""The memory plan of a configuration: reads its models, plans, and says what would help."""
+"""The memory plan of a configuration: its models, the plan, and what would help."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.architectures import Architectures
+from rlhf_megatron.architectures import Architectures, read_architectures
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import read_architecture
-from rlhf_megatron.memory.plan import Machine, RoleModels
+from rlhf_megatron.memory.plan import Machine, MemoryPlan, RoleModels, plan_memory
+from rlhf_megatron.memory.report import describe_plan
+from rlhf_megatron.memory.suggestions import Advice, helpful_in, suggest
 
 GPU_MEMORY_GB = 80.0
 """Of the GPU that is planned for where nothing is said."""
@@ -42,3 +46,44 @@ def machine_of(
         gpus_per_node=gpus_per_node,
         host_memory_bytes=int(host_memory_gb * 1e9) if host_memory_gb else None,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A plan, and what would make it fit where it does not."""
+
+    plan: MemoryPlan
+    advice: Advice
+
+    def __str__(self) -> str:
+        return describe_plan(self.plan, advice=self.advice)
+
+
+def planned(
+    config: Config, *, models: RoleModels, machine: Machine, lora_rank: int = 0
+) -> PlannedRun:
+    """Plan a valid configuration and look for changes where it does not fit."""
+    plan = plan_memory(config, models=models, machine=machine, lora_rank=lora_rank)
+    return PlannedRun(plan=plan, advice=suggest(config, models=models, machine=machine, plan=plan))
+
+
+def planned_peaks(config: Config, *, machine: Machine) -> Mapping[str, float]:
+    """Phase -> planned peak in GB as torch's allocator counts, of the ranks that need most; for
+    the message of a run that is out of memory. Raises UserError where a model cannot be read."""
+    models = role_models(config, architectures=read_architectures(config))
+    plan = plan_memory(config, models=models, machine=machine)
+    peaks: dict[str, float] = {}
+    for rank in plan.ranks:
+        for phase in rank.phases:
+            peaks[phase.phase] = max(peaks.get(phase.phase, 0.0), phase.allocated / 1e9)
+    return peaks
+
+
+def suggested(config: Config, *, phase: str, machine: Machine) -> list[str]:
+    """Changes that lower the planned peak of `phase`, best first, each in one line; for the message
+    of a run that is out of memory, whether its plan fits or not."""
+    models = role_models(config, architectures=read_architectures(config))
+    return [
+        f"{' '.join(helpful.overrides)}: {helpful.gain_bytes / 1e9:.1f} GB less; {helpful.cost}"
+        for helpful in helpful_in(config, phase=phase, models=models, machine=machine)
+    ]

@@ -12,7 +12,7 @@ from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.reshard.engines import propose_engines
 from rlhf_megatron.reshard.pieces import Layouts
 from rlhf_megatron.resolve import rollout_ranks
-from rlhf_megatron.rollout.factory import parse_engines
+from rlhf_megatron.rollout.engine_ranks import parse_engines
 
 
 @dataclass(frozen=True, kw_only=True)

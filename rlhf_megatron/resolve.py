@@ -75,15 +75,35 @@ def describe_batch(config: Config, *, world_size: int) -> str:
         lines.append(
             f"{role}: TP{layout.tensor_model_parallel_size} x "
             f"PP{layout.pipeline_model_parallel_size} x DP{replicas}, about "
-            f"{_share(ppo.mini_batch_samples, replicas)} samples per replica and mini-batch, in "
-            f"micro-batches of at most {_count(ppo.micro_batch_tokens, 'token')}"
-            + (
-                f" and {_count(ppo.micro_batch_samples, 'sample')}"
-                if ppo.micro_batch_samples
-                else ""
-            )
+            f"{_share(ppo.mini_batch_samples, replicas)} samples per replica and mini-batch, "
+            f"{_micro_batches(config, replicas=replicas)}"
         )
     return "\n".join(lines)
+
+
+def num_micro_batches(config: Config, *, replicas: int, sample_tokens: int) -> int:
+    """Packed micro-batches of a mini-batch on each replica, if all samples were so long."""
+    ppo = config.ppo
+    samples = -(-ppo.mini_batch_samples // replicas)
+    together = max(1, ppo.micro_batch_tokens // sample_tokens)
+    if ppo.micro_batch_samples:
+        together = min(together, ppo.micro_batch_samples)
+    return -(-samples // together)
+
+
+def _micro_batches(config: Config, *, replicas: int) -> str:
+    """Samples differ in length: the number at half the longest, and the most."""
+    ppo, rollout = config.ppo, config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    about, most = (
+        num_micro_batches(config, replicas=replicas, sample_tokens=max(1, tokens))
+        for tokens in (longest // 2, longest)
+    )
+    text = f"in about {_count(about, 'packed micro-batch')} of "
+    text += f"at most {_count(ppo.micro_batch_tokens, 'token')}"
+    if ppo.micro_batch_samples:
+        text += f" and {_count(ppo.micro_batch_samples, 'sample')}"
+    return f"{text} ({most} if every sample is of full length)"
 
 
 def _count(number: int, noun: str) -> str:

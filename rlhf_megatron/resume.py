@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from rlhf_megatron.architectures import read_architectures
 from rlhf_megatron.checkpoint.step_folders import (
@@ -29,7 +28,7 @@ from rlhf_megatron.checkpoint.training_manifest import (
     refuse,
     share_of,
 )
-from rlhf_megatron.config import Config
+from rlhf_megatron.config import Config, plain_config
 from rlhf_megatron.distributed.agreement import nothing, together
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.errors import UserError
@@ -256,13 +255,6 @@ def _changes(written: Mapping[str, Any], *, config: Config) -> Iterator[str]:
             continue
         if before.get(key) != now.get(key):
             yield f"{key} changed since: {before.get(key)} -> {now.get(key)}"
-
-
-def plain_config(config: Config) -> dict[str, Any]:
-    """The configuration as plain JSON values."""
-    found = OmegaConf.to_container(OmegaConf.structured(config))
-    plain: dict[str, Any] = json.loads(json.dumps(found))
-    return plain
 
 
 def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:

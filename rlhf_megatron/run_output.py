@@ -3,9 +3,7 @@
 import logging
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from rlhf_megatron.config import Config
+from rlhf_megatron.config import Config, plain_config
 from rlhf_megatron.experience import Experience
 from rlhf_megatron.observability.console import BeforeAfterLine, Console, SampleLine
 from rlhf_megatron.observability.metrics import MetricsWriter
@@ -30,13 +28,11 @@ class RunOutput:
         """Open metrics.jsonl and the trackers. Raises ConfigError where a tracker cannot run."""
         if not self._is_main:
             return
-        resolved = OmegaConf.to_container(OmegaConf.structured(self._config))
-        assert isinstance(resolved, dict)
         self._writer = MetricsWriter(
             self.folder,
             config=self._config.logging,
             run_name=self._config.logging.wandb.name or self._config.run.name,
-            resolved_config={str(key): value for key, value in resolved.items()},
+            resolved_config=plain_config(self._config),
             first_step=first_step,
         )
 

@@ -13,6 +13,7 @@ CHOICES = "choices"
 MINIMUM = "minimum"
 MAXIMUM = "maximum"
 EXCLUSIVE = "exclusive"
+SECRET = "secret"
 
 
 def choice(default: str, *others: str) -> Any:
@@ -32,6 +33,13 @@ def number(
         default=default,
         metadata={MINIMUM: minimum, MAXIMUM: maximum, EXCLUSIVE: exclusive},
     )
+
+
+def secret(default: str = "") -> Any:
+    """A text field, such as an access token, whose value is never printed or saved: messages and
+    files show *** or the environment variable that it came from (rlhf_megatron/secret_values.py).
+    """
+    return field(default=default, repr=False, metadata={SECRET: True})
 
 
 def items(factory: Callable[[], Any] = list) -> Any:

@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlhf_megatron.config import Config
+from rlhf_megatron.config import Config, read_config
 from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.faults_config import refused_phase_limits
 from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
-from rlhf_megatron.loader import load, show
+from rlhf_megatron.loader import show
 from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
 from rlhf_megatron.rollout.config import refused_engine_args
 
@@ -60,7 +60,7 @@ def load_and_validate(
     check_output: bool = True,
 ) -> Config:
     """Load, apply every rule that needs no model, and report all problems in one ConfigError."""
-    loaded = load(Config, paths=paths, overrides=overrides)
+    loaded = read_config(paths, overrides=overrides)
     found = validate(loaded.config, world_size=world_size) if loaded.all_read else []
     if check_paths and loaded.all_read:
         found += validate_paths(loaded.config, check_output=check_output)
@@ -69,7 +69,7 @@ def load_and_validate(
         problem for problem in found if not any(_names(problem, key=k) for k in loaded.faulty_keys)
     ]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([loaded.secrets.hide(problem) for problem in problems])
     return loaded.config
 
 

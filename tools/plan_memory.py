@@ -12,14 +12,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rlhf_megatron.architectures import read_architectures
+from rlhf_megatron.architectures import read_architectures, stand_in_folders
 from rlhf_megatron.config import Config, load_config
 from rlhf_megatron.errors import EXIT_DONE, EXIT_FAILED, ConfigError, UserError
 from rlhf_megatron.layout.parallel import parse_ranks
-from rlhf_megatron.memory.plan import plan_memory
-from rlhf_megatron.memory.report import describe_plan, plan_figures
-from rlhf_megatron.memory.suggestions import suggest
-from rlhf_megatron.memory_report import GPU_MEMORY_GB, machine_of, role_models
+from rlhf_megatron.memory.report import plan_figures
+from rlhf_megatron.memory_report import GPU_MEMORY_GB, machine_of, planned, role_models
 from rlhf_megatron.ranks import refuse
 from rlhf_megatron.validation import load_and_validate
 
@@ -39,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_paths=False,
             check_output=False,
         )
-        models = role_models(config, architectures=read_architectures(config))
+        architectures = read_architectures(config, stand_ins=stand_in_folders(options.config))
+        models = role_models(config, architectures=architectures)
     except UserError as error:
         return refuse(error)
     machine = machine_of(
@@ -50,13 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host_memory_gb=options.host_memory_gb,
         device=options.device,
     )
-    plan = plan_memory(config, models=models, machine=machine, lora_rank=options.lora_rank)
-    advice = suggest(config, models=models, machine=machine, plan=plan)
+    found = planned(config, models=models, machine=machine, lora_rank=options.lora_rank)
     if options.json:
-        print(json.dumps(plan_figures(plan, advice=advice)))
+        print(json.dumps(plan_figures(found.plan, advice=found.advice)))
     else:
-        print(describe_plan(plan, advice=advice))
-    return EXIT_DONE if plan.fits else EXIT_FAILED
+        print("\n".join([*architectures.notes, str(found)]))
+    return EXIT_DONE if found.plan.fits else EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,9 @@
 """Show what a weight sync moves from a training layout to rollout engines on the same ranks.
 
-    python tools/plan_reshard.py --model models/llama-70b --train tp=8,pp=8,dp=8 --rollout tp=8
+    python tools/plan_reshard.py --model models/Llama-3.3-70B --train tp=8,pp=8,dp=8 --rollout tp=8
 
-Reads config.json alone (`--model` takes the file itself too). Starts no processes and needs no GPU.
+Reads config.json alone (`--model` takes the file itself too, and the name of a folder in
+configs/models). Starts no processes and needs no GPU.
 `--plot traffic.png` draws who sends how much to whom (needs matplotlib: pip install
 'rlhf-megatron[tools]').
 """
@@ -14,12 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.architectures import find_model, stand_in_folders
 from rlhf_megatron.errors import EXIT_DONE, ConfigError, UserError
-from rlhf_megatron.layout.architecture import (
-    ModelArchitecture,
-    read_architecture,
-    read_architecture_file,
-)
+from rlhf_megatron.layout.architecture import ModelArchitecture, read_architecture_file
 from rlhf_megatron.layout.megatron import megatron_problems
 from rlhf_megatron.layout.parallel import DIMENSIONS, ParallelLayout
 from rlhf_megatron.layout.vllm import vllm_problems
@@ -86,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _architecture(model: Path) -> ModelArchitecture:
-    return read_architecture_file(model) if model.is_file() else read_architecture(model)
+    if model.is_file():
+        return read_architecture_file(model)
+    found = find_model(model, stand_ins=stand_in_folders())
+    if found.note:
+        print(found.note, file=sys.stderr)
+    return read_architecture_file(found.config_file)
 
 
 def _pairs(text: str, *, option: str, keys: Sequence[str]) -> dict[str, str]:

@@ -74,6 +74,8 @@ class FailureChannel:
         self.current_phase = current_phase
         self.position: Callable[[], Position] = lambda: Position(self.current_phase())
         """Where this rank is, with its time limit. May be called from other threads."""
+        self.hide: Callable[[str], str] = lambda text: text
+        """Takes secrets out of what is shown."""
         self.clean_up: Callable[[], None] = lambda: None
         """What rank 0 does before it leaves after a failure, such as to remove unfinished files."""
         # A connection of its own: the default store's is busy while the main thread rendezvouses.
@@ -126,12 +128,13 @@ class FailureChannel:
             return self._alarm(self.rank, position=position, stay=stay, by_timeout=str(error))
         plain = isinstance(error, UserError | JobError)
         silent = plain or isinstance(error, KeyboardInterrupt)
+        message = str(error) if plain else f"{type(error).__name__}: {error}".rstrip(": ")
         return {
             "rank": self.rank,
             "phase": position.phase,
             "exit_code": EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED,
-            "message": str(error) if plain else f"{type(error).__name__}: {error}".rstrip(": "),
-            "traceback": "" if silent else "".join(traceback.format_exception(error)),
+            "message": self.hide(message),
+            "traceback": "" if silent else self.hide("".join(traceback.format_exception(error))),
             "shown_by": 0,
         }
 

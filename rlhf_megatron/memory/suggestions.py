@@ -59,6 +59,27 @@ def suggest(config: Config, *, models: RoleModels, machine: Machine, plan: Memor
     return Advice(single=tuple(found), together=together, plan_together=last)
 
 
+def helpful_in(
+    config: Config, *, phase: str, models: RoleModels, machine: Machine
+) -> list[Suggestion]:
+    """Changes that lower the planned peak of one phase, the greatest gain first, which is theirs in
+    that phase. Of an unknown phase, in the one with the highest peak."""
+    plan = plan_memory(config, models=models, machine=machine)
+    before = _total(plan, phase=phase)
+    found = [
+        replace(suggestion, gain_bytes=before - _total(new, phase=phase))
+        for suggestion, _, new in _tried(config, models=models, machine=machine, plan=plan)
+    ]
+    found = [suggestion for suggestion in found if suggestion.gain_bytes > LEAST_GAIN_BYTES]
+    return sorted(found, key=lambda s: -s.gain_bytes)
+
+
+def _total(plan: MemoryPlan, *, phase: str) -> int:
+    """The highest peak of a phase over all ranks."""
+    totals = [p.total for rank in plan.ranks for p in rank.phases if p.phase == phase]
+    return max(totals, default=plan.peak.total)
+
+
 def changed(config: Config, *, values: Mapping[str, Any]) -> Config:
     """A copy of the configuration with other values at some keys."""
     copy = deepcopy(config)

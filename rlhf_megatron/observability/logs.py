@@ -3,18 +3,33 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 LOGGER_NAME = "rlhf_megatron"
 _HANDLER_NAME = "rlhf_megatron.run"
 
 
-def setup_logging(output_dir: str | Path, *, rank: int) -> logging.Logger:
+class _HidingFormatter(logging.Formatter):
+    """Passes each finished line, traceback included, through `hide`."""
+
+    def __init__(self, line: str, *, hide: Callable[[str], str]) -> None:
+        super().__init__(line)
+        self._hide = hide
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._hide(super().format(record))
+
+
+def setup_logging(
+    output_dir: str | Path, *, rank: int, hide: Callable[[str], str] = str
+) -> logging.Logger:
     """Send the logger "rlhf_megatron" and its children to OUTPUT_DIR/logs/rank_0000.log.
 
     Level INFO, or DEBUG with RLHF_MEGATRON_DEBUG=1. Rank 0 shows warnings and errors on stderr as
-    well; the other ranks are silent there, so that a message appears once. Called again (another
-    run in the same process), it replaces its own handlers and leaves others alone.
+    well; the other ranks are silent there, so that a message appears once. `hide` takes secrets
+    out of each line (Secrets.hide). Called again (another run in the same process), it replaces its
+    own handlers and leaves others alone.
     """
     logger = logging.getLogger(LOGGER_NAME)
     python_warnings = logging.getLogger("py.warnings")  # filled by logging.captureWarnings
@@ -28,13 +43,12 @@ def setup_logging(output_dir: str | Path, *, rank: int) -> logging.Logger:
     handlers: list[logging.Handler] = [
         logging.FileHandler(folder / f"rank_{rank:04d}.log", encoding="utf-8")
     ]
-    handlers[0].setFormatter(
-        logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
-    )
+    line = f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
+    handlers[0].setFormatter(_HidingFormatter(line, hide=hide))
     if rank == 0:
         console = logging.StreamHandler(sys.stderr)
         console.setLevel(logging.WARNING)
-        console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        console.setFormatter(_HidingFormatter("%(levelname)s: %(message)s", hide=hide))
         handlers.append(console)
     for handler in handlers:
         handler.set_name(_HANDLER_NAME)

@@ -1,6 +1,6 @@
 """Which engine, on which ranks, built how."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.errors import ConfigError, UserError
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import RolloutEngine
@@ -49,42 +49,6 @@ def resolve_engine(
         )
     check_engine_args(engine_args, known=vllm_fit.engine_argument_names(vllm))
     return ResolvedEngine(name="vllm", reason=f"rollout.engine={name}: vLLM {vllm.__version__}")
-
-
-def parse_engines(
-    text: str, *, ranks: Sequence[int], tensor_parallel_size: int
-) -> list[tuple[int, ...]]:
-    """ "0,2;1,3" -> [(0, 2), (1, 3)]: the rank lists of `rollout.engines`, one engine each.
-
-    `ranks` may hold ranks that no engine takes. Raises ConfigError with all problems.
-    """
-    try:
-        engines = [tuple(int(rank) for rank in part.split(",")) for part in text.split(";")]
-    except ValueError:
-        raise ConfigError(
-            [f'rollout.engines: {text!r} is not a list such as "0,2;1,3" (or "auto")']
-        ) from None
-    problems: list[str] = []
-    seen: set[int] = set()
-    for engine in engines:
-        label = f"rollout.engines: engine {','.join(map(str, engine))}"
-        if list(engine) != sorted(set(engine)):
-            problems.append(f"{label} must list its ranks in ascending order, each once")
-        if len(engine) != tensor_parallel_size:
-            problems.append(
-                f"{label} has {len(engine)} ranks, rollout.tensor_parallel_size is "
-                f"{tensor_parallel_size}; make them equal"
-            )
-        outside = sorted(set(engine) - set(ranks))
-        if outside:
-            problems.append(f"{label}: {outside} is not among rollout.ranks {list(ranks)}")
-        twice = sorted(seen & set(engine))
-        if twice:
-            problems.append(f"{label}: {twice} belongs to another engine already")
-        seen |= set(engine)
-    if problems:
-        raise ConfigError(problems)
-    return engines
 
 
 def build_engine(

@@ -6,26 +6,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from bad_configs import BAD, GOOD
+from hypothesis import given
+from hypothesis import strategies as st
 from model_numbers import Numbers
 
+from rlhf_megatron.algorithms.partition import pack_for_ranks
 from rlhf_megatron.config import Config, load_config, resolved_yaml
 from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import ConfigError, UserError
 from rlhf_megatron.loader import nearest, options_of, sections_of
-from rlhf_megatron.resolve import describe_batch, parallel_layout
+from rlhf_megatron.resolve import describe_batch, num_micro_batches, parallel_layout
 from rlhf_megatron.validation import load_and_validate, validate, validate_paths
 from rlhf_megatron.validation_model import (
     broken_tensor_rules,
     broken_training_rules,
     validate_model,
 )
-
-GOOD = """
-run: {output_dir: runs/x}
-actor: {model: models/tiny}
-data: {prompts: prompts.jsonl}
-reward: {function: "rewards.py:score"}
-"""
 
 
 def write(folder: Path, text: str, *, name: str = "config.yaml") -> str:
@@ -46,186 +43,6 @@ def problems_of(path: str, *overrides: str, world_size: int = 4) -> list[str]:
 @pytest.fixture
 def good(tmp_path: Path) -> str:
     return write(tmp_path, GOOD)
-
-
-# Overrides on GOOD with 4 ranks, then what the one problem must say: key=value, rule, way out.
-BAD: list[tuple[list[str], list[str]]] = [
-    # single keys: unknown, type, bound, choice
-    (["rollout.temprature=1"], ["rollout.temprature: unknown key", "mean rollout.temperature?"]),
-    (["actr.model=x"], ["actr.model: unknown key", "did you mean actor.model?"]),
-    (["learning_rate=1"], ["learning_rate: unknown key", ".learning_rate?"]),
-    (["ppo.kl.coeficient=1"], ["ppo.kl.coeficient: unknown key", "mean ppo.kl.coefficient?"]),
-    (["run.steps"], ["run.steps: an override has the form key.path=value", "run.steps=10"]),
-    (["=3"], ["=3: an override has the form key.path=value"]),
-    (["run.steps=many"], ["run.steps=many", "must be a whole number", "the default is 100"]),
-    (["run.steps=1.5"], ["run.steps=1.5", "must be a whole number", "the default is 100"]),
-    (["run.steps=true"], ["run.steps=true", "must be a whole number", "the default is 100"]),
-    (["run.steps="], ["run.steps=null", "must be a whole number", "the default is 100"]),
-    (["ppo.gamma=high"], ["ppo.gamma=high", "must be a number", "the default is 1.0"]),
-    (["run.overwrite=perhaps"], ["run.overwrite=perhaps", "must be true or false", "false"]),
-    (["rollout.stop_token_ids=[a]"], ["rollout.stop_token_ids=['a']", "whole numbers", "[1, 2]"]),
-    (["rollout.stop_token_ids=7"], ["rollout.stop_token_ids=7", "a list", "such as [1, 2]"]),
-    (["rollout.engine_args=7"], ["rollout.engine_args=7", "must be a mapping"]),
-    (["run.steps.more=1"], ["run.steps: run.steps.more sets a key inside it", "whole number"]),
-    (["actor.parallel=2"], ["actor.parallel=2", "is a section", "such as actor.parallel.tensor"]),
-    (["ppo.epochs=[1"], ["ppo.epochs=[1", "not valid YAML", "quote it"]),
-    (["run.steps=-1"], ["run.steps=-1", "must be at least 0", "the default is 100"]),
-    (["ppo.gamma=1.5"], ["ppo.gamma=1.5", "at least 0 and at most 1", "the default is 1.0"]),
-    (["rollout.temperature=0"], ["rollout.temperature=0", "above 0 and at most 2", "default is"]),
-    (["ppo.gamma=.nan"], ["ppo.gamma=nan", "must be a finite number", "the default is 1.0"]),
-    (["distributed.timeout_seconds=.inf"], ["timeout_seconds=inf", "finite", "default is 1800.0"]),
-    (["ppo.kl.place=nowhere"], ["ppo.kl.place=nowhere", "one of reward, loss, off", "default"]),
-    (["actor.precision=fp16"], ["actor.precision=fp16", "one of bf16, fp32", "default is bf16"]),
-    (["run.seed=${oc.env:NO_SUCH_VARIABLE}"], ["run.seed=${oc.env:NO_", "not found", "set it"]),
-    (["run.name=${run.nme}"], ["run.name=${run.nme}", "cannot be resolved", "plain value"]),
-    (["run.name=${"], ["run.name=${", "must be text"]),
-    (["run.name=???"], ["run.name=???", "missing", "set it"]),
-    # required keys
-    (["run.output_dir="], ["run.output_dir=", "required and not set", "give the folder"]),
-    (["actor.model="], ["actor.model=", "required and not set", "give the Hugging Face"]),
-    (["data.prompts="], ["data.prompts=", "required and not set", "give a JSONL"]),
-    # layouts
-    *[
-        ([f"{role}.parallel.{key}=2"], [f"{role}.parallel.{key}=2", "not supported yet", "set 1"])
-        for role in ("actor", "critic", "ref", "reward")
-        for key in ("context_parallel_size", "expert_model_parallel_size")
-    ],
-    (
-        ["critic.parallel.virtual_pipeline_model_parallel_size=2"],
-        [
-            "critic.parallel.virtual_pipeline_model_parallel_size=2",
-            "needs pipeline_model_parallel_size > 1",
-        ],
-    ),
-    (
-        ["actor.parallel.tensor_model_parallel_size=3"],
-        ["actor.parallel.tensor_model_parallel_size=3", "must divide the 4 ranks", "1, 2 or 4"],
-    ),
-    (
-        ["critic.parallel.pipeline_model_parallel_size=8"],
-        [
-            "critic.parallel.",
-            "pipeline_model_parallel_size=8",
-            "divide the 4 ranks",
-            "multiple of 8",
-        ],
-    ),
-    (
-        ["ref.parallel.data_parallel_size=3"],
-        ["ref.parallel.data_parallel_size=3", "exactly the 4 ranks", "set 4, or 0"],
-    ),
-    (
-        ["actor.parallel.grid_order=tp-pp"],
-        ["actor.parallel.grid_order=tp-pp", "permutation of tp, dp and pp", "take tp-dp-pp"],
-    ),
-    (
-        ["actor.parallel.sequence_parallel=true"],
-        ["actor.parallel.sequence_parallel=true", "tensor_model_parallel_size > 1", "to false"],
-    ),
-    (["critic.parallel.ranks=3-x"], ["critic.parallel.ranks=3-x", "ascending list", "0-3,6"]),
-    (["critic.parallel.ranks=2,1"], ["critic.parallel.ranks=2,1", "ascending list", "0-3,6"]),
-    (
-        ["actor.parallel.ranks=0-7"],
-        ["actor.parallel.ranks=0-7", "rank 7", "from 0 to 3", "start 8"],
-    ),
-    (["ref.parallel.ranks=0-1"], ["ref.parallel.ranks=0-1", "not supported yet", "set all"]),
-    (
-        ["reward.parallel.tensor_model_parallel_size=2"],
-        ["reward.parallel.tensor_model_parallel_size=2", "held whole", "set both to 1"],
-    ),
-    (["critic.precision=fp32"], ["critic.precision=fp32", "actor.precision=bf16", "set critic."]),
-    (["ref.precision=fp32"], ["ref.precision=fp32", "actor.precision=bf16", "set ref.precision"]),
-    (
-        ["distributed.device=cpu", "actor.layer_spec=transformer_engine"],
-        ["actor.layer_spec=transformer_engine", "needs a GPU", "take local or auto"],
-    ),
-    # rollout
-    (
-        ["rollout.tensor_parallel_size=3"],
-        ["rollout.tensor_parallel_size=3", "must divide the 4 rollout ranks", "take 1, 2 or 4"],
-    ),
-    (
-        ["rollout.tensor_parallel_size=2", "rollout.ranks=0-2"],
-        ["rollout.tensor_parallel_size=2", "must divide the 3 rollout ranks", "take 1 or 3"],
-    ),
-    (
-        ["rollout.engine=hf", "rollout.tensor_parallel_size=2"],
-        ["rollout.tensor_parallel_size=2", "hf engine holds a model whole", "set 1"],
-    ),
-    (["rollout.ranks=4"], ["rollout.ranks=4", "outside the world of 4", "from 0 to 3"]),
-    (["rollout.ranks=one"], ["rollout.ranks=one", "ascending list", "0-3,6"]),
-    (["rollout.engines=0;x"], ["rollout.engines=0;x", "'x' is not an ascending", "or auto"]),
-    (["rollout.engines=all"], ["rollout.engines=all", "is not an ascending", "or auto"]),
-    (
-        ["rollout.tensor_parallel_size=2", "rollout.engines=2,0;1,3"],
-        ["rollout.engines=2,0;1,3", "'2,0'", "garbage", "0,2;1,3"],
-    ),
-    (
-        ["rollout.tensor_parallel_size=2", "rollout.engines=0,2;1"],
-        ["rollout.engines=0,2;1", "'1' has 1 ranks", "list 2 ranks"],
-    ),
-    (["rollout.engines=0;1;1"], ["rollout.engines=0;1;1", "rank 1 is in two engines", "at most"]),
-    (
-        ["rollout.ranks=0-1", "rollout.engines=0;2"],
-        ["rollout.engines=0;2", "rank 2 of '2' is not among", "list only those"],
-    ),
-    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "differ from the trained", "set 1"]),
-    (["rollout.top_k=50"], ["rollout.top_k=50", "differ from the trained", "set -1"]),
-    (["rollout.stop_token_ids=[-1]"], ["rollout.stop_token_ids=[-1]", "0 or above", "remove"]),
-    (["rollout.stop_tokens=['']"], ["rollout.stop_tokens=['']", "empty text", "remove"]),
-    (["warmup.steps=5"], ["warmup.steps=5", "needs warmup.demonstrations", "warmup.steps=0"]),
-    # PPO
-    (
-        ["ppo.mini_batch_samples=48"],
-        ["ppo.mini_batch_samples=48", "must divide the 64 samples", "64 prompts x 1", "32 or 64"],
-    ),
-    (
-        ["ppo.mini_batch_samples=128"],
-        ["ppo.mini_batch_samples=128", "must divide the 64 samples", "take 1, 2, 4"],
-    ),
-    (
-        ["ppo.importance_sampling.cap=0.5"],
-        ["ppo.importance_sampling.cap=0.5", "must be 0 (off) or at least 1", "take 2"],
-    ),
-    (
-        ["reshard.interval=3", "rollout.sleep_level=2"],
-        ["rollout.sleep_level=2", "only every 3 steps", "set rollout.sleep_level=1"],
-    ),
-    (
-        ["rollout.engine_args={load_format: auto}"],
-        ["rollout.engine_args.load_format", "set by the trainer", "remove it"],
-    ),
-    (
-        ["rollout.engine_args={block_size: 16}"],
-        ["rollout.engine_args.block_size", "key of its own", "set rollout.block_size"],
-    ),
-    (
-        ["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=512"],
-        ["rollout.max_num_batched_tokens=512", "whole prompt and response", "set 2048 or 0"],
-    ),
-    (["reshard.interval=0"], ["reshard.interval=0", "must be at least 1", "the default is 1"]),
-    (["ppo.dual_clip=0.5"], ["ppo.dual_clip=0.5", "must be 0 (off) or above 1", "take 3"]),
-    (["ppo.kl.estimator=k3"], ["ppo.kl.estimator=k3", "takes k1 only", "ppo.kl.place=loss"]),
-    (["ppo.kl.place=loss"], ["ppo.kl.estimator=k1", "takes k2 or k3 only", "ppo.kl.estimator=k2"]),
-    (
-        ["ppo.kl.place=off", "ppo.kl.adaptive=true"],
-        ["ppo.kl.adaptive=true", "nothing to adapt with ppo.kl.place=off", "set it to false"],
-    ),
-    (
-        ["ppo.kl.coefficient=0", "ppo.kl.adaptive=true"],
-        ["ppo.kl.adaptive=true", "ppo.kl.coefficient=0.0", "above 0"],
-    ),
-    (
-        ["actor.optimizer.minimum_learning_rate=1e-3"],
-        ["actor.optimizer.minimum_learning_rate=0.001", "at most learning_rate=1e-06", "set 0"],
-    ),
-    (["critic.optimizer.beta2=1"], ["critic.optimizer.beta2=1.0", "below 1", "take 0.9"]),
-    # reward
-    (["reward.model=m"], ["reward.function=rewards.py:score, reward.model=m", "exactly one"]),
-    (["reward.function="], ["reward.function=", "neither", "path/to/file.py:name"]),
-    (["reward.function=score"], ["reward.function=score", "must name a file", "module:name"]),
-    (["reward.function=a.py:"], ["reward.function=a.py:", "must name a file", "module:name"]),
-]
 
 
 def test_the_good_configuration_is_good(good: str) -> None:
@@ -591,6 +408,35 @@ def test_describe_batch() -> None:
     assert "2 engines of TP2, about 32 prompts per engine" in text
     assert "actor: TP2 x PP1 x DP2, about 64 samples per replica and mini-batch" in text
     assert "critic: TP1 x PP1 x DP4, about 32 samples" in text
+    # 64 samples of 1024 tokens, 16 in 16384; of 2048 tokens, 8 in 16384.
+    words = "in about 4 packed micro-batches of at most 16384 tokens (8 if every sample is of full"
+    assert words in text
+    limited = load_config([], overrides=[*overrides, "ppo.micro_batch_samples=5"])
+    words = "in about 13 packed micro-batches of at most 16384 tokens and 5 samples (13 if every"
+    assert words in describe_batch(limited, world_size=4)
+
+
+@given(
+    samples=st.integers(1, 300),
+    replicas=st.integers(1, 9),
+    sample_tokens=st.integers(1, 40),
+    micro_batch_tokens=st.integers(1, 100),
+    limit=st.integers(0, 5),
+)
+def test_the_number_of_micro_batches_is_the_packers(
+    samples: int, replicas: int, sample_tokens: int, micro_batch_tokens: int, limit: int
+) -> None:
+    config = Config()
+    config.ppo.mini_batch_samples = samples
+    config.ppo.micro_batch_tokens, config.ppo.micro_batch_samples = micro_batch_tokens, limit
+    shares = [samples // replicas + (i < samples % replicas) for i in range(replicas)]
+    packed = pack_for_ranks(
+        [[sample_tokens] * share for share in shares],
+        micro_batch_tokens=micro_batch_tokens,
+        micro_batch_samples=limit,
+    )
+    found = num_micro_batches(config, replicas=replicas, sample_tokens=sample_tokens)
+    assert {found} == {len(packs) for packs in packed}
 
 
 def test_validate_takes_a_plain_config() -> None:
@@ -616,6 +462,16 @@ def test_errors_come_before_anything_slow_is_imported() -> None:
         "import sys, rlhf_megatron.validation, rlhf_megatron.validation_model, "
         "rlhf_megatron.resolve; "
         "print(sorted({'torch', 'megatron', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_dry_run_imports_neither_torch_nor_engines() -> None:
+    """They take seconds, many on a busy machine."""
+    code = (
+        "import sys, rlhf_megatron.main, rlhf_megatron.dry_run; "
+        "print(sorted({'torch', 'megatron', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

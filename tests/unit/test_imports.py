@@ -35,7 +35,7 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 BASE_FILES = {"__init__", "batch", "config", "errors", "faults_config", "folders"}
-BASE_FILES |= {"loader", "schema"}
+BASE_FILES |= {"config_names", "loader", "schema", "secret_values"}
 # Rules between options read rank lists, so they stand above layout.
 SETTINGS_FILES = {"resolve", "validation", "validation_model"}
 TOP_FILES = {"cli", "main"}

@@ -16,7 +16,8 @@ from rlhf_megatron.rollout.config import (
 )
 from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
 from rlhf_megatron.rollout.engine_args import check_engine_args
-from rlhf_megatron.rollout.factory import parse_engines, resolve_engine
+from rlhf_megatron.rollout.engine_ranks import parse_engines
+from rlhf_megatron.rollout.factory import resolve_engine
 from rlhf_megatron.rollout.kv_cache import CPU_KV_CACHE_BYTES_MAX, cpu_kv_cache_bytes
 from rlhf_megatron.rollout.parameters import check_parameters, layout_problems
 from rlhf_megatron.rollout.responses import Response, SeedPlan, list_requests, to_batch
@@ -46,6 +47,8 @@ ARCHITECTURE = ModelArchitecture(
         ("0,2;1,3", range(4), 2, [(0, 2), (1, 3)]),
         (" 0 ; 3 ", range(4), 1, [(0,), (3,)]),
         ("4,5,6", (4, 5, 6, 9), 3, [(4, 5, 6)]),
+        ("0-1;2-3", range(4), 2, [(0, 1), (2, 3)]),
+        ("0,2-3;1,4-5", range(6), 3, [(0, 2, 3), (1, 4, 5)]),
     ],
 )
 def test_engines_are_parsed(
@@ -73,7 +76,7 @@ def test_wrong_engines_are_refused_with_all_problems(text: str, rules: list[str]
         assert rule in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "a,b", "0,1;", "0-1;2-3"])
+@pytest.mark.parametrize("text", ["", "a,b", "0,1;", "0-1;2-x"])
 def test_unreadable_engines_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engines"):
         parse_engines(text, ranks=range(4), tensor_parallel_size=2)
