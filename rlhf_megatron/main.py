@@ -103,6 +103,7 @@ def train(config: Config) -> int:
         import torch.distributed as dist
 
         from rlhf_megatron.distributed.seeds import seed_everything
+        from rlhf_megatron.memory_report import planned_peaks, suggested
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
         from rlhf_megatron.out_of_memory import OutOfMemoryReport
@@ -129,7 +130,9 @@ def train(config: Config) -> int:
             device=context.device,
         )
         seed_everything(config.run.seed)
-        memory = OutOfMemoryReport(config, context=context, ledger=ledger)
+        memory = OutOfMemoryReport(
+            config, context=context, ledger=ledger, suggest=suggested, planned_peaks=planned_peaks
+        )
         try:
             Trainer(config, context=context, ledger=ledger, stop=stop, resume=point).fit()
         except RunStopped as stopped:

@@ -1,6 +1,6 @@
 """The memory plan of a configuration: its models, the plan, and what would help."""
 
-from collections.abc import Mapping
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +67,11 @@ def planned(
     return PlannedRun(plan=plan, advice=suggest(config, models=models, machine=machine, plan=plan))
 
 
-def planned_peaks(config: Config, *, machine: Machine) -> Mapping[str, float]:
-    """Phase -> planned peak in GB as torch's allocator counts, of the ranks that need most; for
-    the message of a run that is out of memory. Raises UserError where a model cannot be read."""
+def planned_peaks(config: Config, *, world_size: int) -> dict[str, float]:
+    """Phase -> planned peak in GB as torch's allocator counts, of the ranks that need most, on the
+    GPUs of this process; for the message of a run that is out of memory."""
     models = role_models(config, architectures=read_architectures(config))
-    plan = plan_memory(config, models=models, machine=machine)
+    plan = plan_memory(config, models=models, machine=this_machine(world_size))
     peaks: dict[str, float] = {}
     for rank in plan.ranks:
         for phase in rank.phases:
@@ -79,11 +79,21 @@ def planned_peaks(config: Config, *, machine: Machine) -> Mapping[str, float]:
     return peaks
 
 
-def suggested(config: Config, *, phase: str, machine: Machine) -> list[str]:
+def suggested(config: Config, *, phase: str, world_size: int) -> list[str]:
     """Changes that lower the planned peak of `phase`, best first, each in one line; for the message
     of a run that is out of memory, whether its plan fits or not."""
     models = role_models(config, architectures=read_architectures(config))
-    return [
-        f"{' '.join(helpful.overrides)}: {helpful.gain_bytes / 1e9:.1f} GB less; {helpful.cost}"
-        for helpful in helpful_in(config, phase=phase, models=models, machine=machine)
-    ]
+    found = helpful_in(config, phase=phase, models=models, machine=this_machine(world_size))
+    return [f"{' '.join(s.overrides)}: {s.gain_bytes / 1e9:.1f} GB less; {s.cost}" for s in found]
+
+
+def this_machine(world_size: int) -> Machine:
+    """Where this process runs."""
+    import torch
+
+    size = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    return Machine(
+        world_size=world_size,
+        gpu_memory_bytes=size,
+        gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8))),
+    )

@@ -37,15 +37,16 @@ def _offload(config: Config, *, plan: MemoryPlan) -> Iterator[Candidate]:
         resident = next((r.resident for r in plan.worst.roles if r.setting.name == name), None)
         for part in PARTS:
             key = f"offload_{part}"
-            if resident is None or getattr(role, key, True):  # without the key there is no offload
+            if resident is None or getattr(role, key):
                 continue
             size = resident[part] / 1e9  # type: ignore[index]
-            yield Candidate(
-                values={f"{name}.{key}": True},
-                cost=f"{size:.1f} GB a GPU to the host and back in each step, and as much of the "
-                "host's memory, pinned",
-                effort=CHEAP,
+            cost = (
+                "allocated anew for each update; nothing is copied"
+                if part == "gradients"
+                else f"{size:.1f} GB a GPU to the host and back in each step, and as much of the "
+                "host's memory, pinned"
             )
+            yield Candidate(values={f"{name}.{key}": True}, cost=cost, effort=CHEAP)
     if not config.ref.offload and config.ppo.kl.place != "off":
         yield Candidate(
             values={"ref.offload": True},
@@ -118,13 +119,12 @@ def _passes(config: Config) -> Iterator[Candidate]:
             effort=CHEAP,
         )
     for name, role in (("actor", config.actor), ("critic", config.critic)):
-        recompute = role.recompute
-        key = f"{name}.recompute"
-        if not isinstance(recompute, str):
-            key, recompute = f"{key}.granularity", recompute.granularity
-        if recompute != "full":
+        if role.recompute.granularity != "full" or role.recompute.num_layers:
             yield Candidate(
-                values={key: "full"},
+                values={
+                    f"{name}.recompute.granularity": "full",
+                    f"{name}.recompute.num_layers": 0,
+                },
                 cost=f"the {name}'s update computes each layer's forward pass twice: about a third "
                 "more time",
                 effort=SLOWER,

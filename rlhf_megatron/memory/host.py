@@ -34,12 +34,9 @@ def host_memory(
     for role in roles:
         name, offload = role.setting.name, role.setting.offload
         if is_gpu:
-            moved = sum(
-                role.resident[part]
-                for part in ("weights", "gradients", "optimizer")
-                if getattr(offload, part)
-            )
-            found[f"offload {name}"] = moved
+            # Gradients are given up, not copied: each update begins at zero.
+            found[f"offload {name}"] = role.resident["weights"] * offload.weights
+            found[f"offload {name}"] += role.resident["optimizer"] * offload.optimizer
         found[f"checkpoint copies {name}"] = role.checkpoint_host
     if engine is not None and is_gpu and config.rollout.sleep_level == 1:
         found["sleeping engine"] = engine.weights

@@ -16,6 +16,7 @@ from rlhf_megatron.memory.rollout import EngineMemory, engine_memory, itemsize_o
 from rlhf_megatron.memory.switches import RecomputeChoice, offload_of, recompute_of
 from rlhf_megatron.memory.sync import transfer_buffers
 from rlhf_megatron.memory.training import BatchSizes
+from rlhf_megatron.models.config import ReferenceConfig
 from rlhf_megatron.resolve import parallel_layout, rollout_ranks
 
 
@@ -158,7 +159,9 @@ def role_settings(
                 head="value" if name == "critic" else "lm",
                 precision=role.precision,
                 is_trained=is_trained,
-                recompute=recompute_of(role) if is_trained else RecomputeChoice(),
+                recompute=RecomputeChoice()
+                if isinstance(role, ReferenceConfig)
+                else recompute_of(role),
                 offload=offload_of(role),
                 lora_rank=lora_rank if is_trained else 0,
                 has_fused_adam=role.layer_spec == "transformer_engine",

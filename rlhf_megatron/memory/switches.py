@@ -1,13 +1,9 @@
-"""Keys that decide what is kept where, read from a role's options in one place.
-
-`offload_*` and the number of recomputed layers are read with a default, so that a configuration
-without these keys plans as if they were off.
-"""
+"""Keys that decide what is kept where, read from a role's options in one place."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_megatron.memory.activations import Recompute
+from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +21,14 @@ class RecomputeChoice:
 
     granularity: Recompute = "none"
     num_layers: int = 0
-    """With "full": the layers of a stage that are recomputed, the others keep all; 0: all."""
-    layers_per_checkpoint: int = 1
+    """With "full": the layers of a (virtual) stage that are recomputed, the others keep all; 0:
+    all."""
 
-    def split(self, num_layers: int) -> tuple[int, int]:
-        """Of a stage's layers, those that are recomputed whole, and the rest."""
+    def split(self, num_layers: int, *, chunks: int = 1) -> tuple[int, int]:
+        """Of a stage's layers in `chunks` virtual stages, those recomputed whole, and the rest."""
         if self.granularity != "full":
             return 0, num_layers
-        full = min(self.num_layers or num_layers, num_layers)
+        full = min(chunks * self.num_layers or num_layers, num_layers)
         return full, num_layers - full
 
     @property
@@ -40,20 +36,20 @@ class RecomputeChoice:
         return "none" if self.granularity == "full" else self.granularity
 
 
-def offload_of(role: Any) -> OffloadChoice:
-    """Of an actor's, critic's or reference's options."""
+def offload_of(role: ActorConfig | CriticConfig | ReferenceConfig) -> OffloadChoice:
+    """Of a role's options."""
+    if isinstance(role, ReferenceConfig):
+        return OffloadChoice(weights=role.offload)
     return OffloadChoice(
-        weights=bool(getattr(role, "offload_weights", False) or getattr(role, "offload", False)),
-        gradients=bool(getattr(role, "offload_gradients", False)),
-        optimizer=bool(getattr(role, "offload_optimizer", False)),
+        weights=role.offload_weights,
+        gradients=role.offload_gradients,
+        optimizer=role.offload_optimizer,
     )
 
 
-def recompute_of(role: Any) -> RecomputeChoice:
-    """Of a role's options; a reference is never trained."""
-    found = getattr(role, "recompute", "none")
-    if isinstance(found, str):
-        return RecomputeChoice(granularity=found)  # type: ignore[arg-type]
+def recompute_of(role: ActorConfig | CriticConfig) -> RecomputeChoice:
+    """Of a trained role's options."""
     return RecomputeChoice(
-        granularity=found.granularity, num_layers=int(getattr(found, "num_layers", 0))
+        granularity=role.recompute.granularity,  # type: ignore[arg-type]
+        num_layers=role.recompute.num_layers,
     )

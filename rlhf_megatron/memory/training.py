@@ -1,7 +1,7 @@
 """The peak of one role's forward or training pass on one pipeline stage."""
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.megatron import padded_vocab_size
@@ -82,6 +82,11 @@ class StageModel:
         return self.stage == self.layout.pipeline_model_parallel_size - 1
 
     @property
+    def recomputed_and_kept_layers(self) -> tuple[int, int]:
+        chunks = self.layout.virtual_pipeline_model_parallel_size
+        return self.recompute.split(self.num_layers, chunks=chunks)
+
+    @property
     def num_layers(self) -> int:
         return self.arch.num_layers // self.layout.pipeline_model_parallel_size
 
@@ -110,8 +115,8 @@ def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
     """Bytes saved for the backward passes when the first of them begins, the loss's aside."""
     layer = model.layer(sizes.micro_tokens)
     waiting = in_flight(model.layout, stage=model.stage, num_micro_batches=sizes.mini_micro_batches)
-    full, kept = model.recompute.split(model.num_layers)
-    one = full * layer.saved("full") // model.recompute.layers_per_checkpoint
+    full, kept = model.recomputed_and_kept_layers
+    one = full * layer.saved("full")
     one += kept * layer.saved(model.recompute.granularity_of_kept)
     one += packing_saved(layer)
     if model.is_first:
@@ -138,11 +143,9 @@ def training_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     """Forward and backward over a mini-batch's micro-batches."""
     layer = model.layer(sizes.micro_tokens)
     saved = saved_activations(model, sizes=sizes)
-    full, _ = model.recompute.split(model.num_layers)
+    full, _ = model.recomputed_and_kept_layers
     granularity = "full" if full else model.recompute.granularity_of_kept
     again = layer.recomputed(granularity)
-    if full:
-        again += (model.recompute.layers_per_checkpoint - 1) * layer.saved("none")
     batch = _batch_bytes(sizes.mini_tokens, fields=FIELDS_PER_RESPONSE_TOKEN)
     layers = PassMemory(
         activations=saved,
@@ -197,7 +200,3 @@ def _batch_bytes(tokens: int, *, fields: int) -> int:
     """Ids and positions of `tokens`, and of each, at most a response token, its state, target and
     fields."""
     return tokens * (4 * INDEX_BYTES + fields * FP32_BYTES)
-
-
-def largest_weight_bytes(shapes: dict[str, tuple[int, ...]], *, itemsize: int) -> int:
-    return max((prod(shape) for shape in shapes.values()), default=0) * itemsize

@@ -27,7 +27,7 @@ from rlhf_megatron.memory.training import (
     training_pass,
 )
 from rlhf_megatron.models.build import build_model
-from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
 
 NUM_MICRO_BATCHES = 3
 PROMPT, RESPONSE, SAMPLES = 8, 56, 8
@@ -65,11 +65,13 @@ class Case:
     head: Head = "lm"
     precision: str = "fp32"
     recompute: str = "none"
+    num_layers: int = 0
     changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         changed = "".join(f"-{key}{value}" for key, value in self.changes if len(str(value)) < 5)
-        return f"{self.shape}-{self.head}-{self.precision}-{self.recompute}{changed}"
+        recompute = f"{self.recompute}{self.num_layers or ''}"
+        return f"{self.shape}-{self.head}-{self.precision}-{recompute}{changed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def counted(rank: int, folder: Path, case: Case) -> Counted:
         groups=groups,
         precision=case.precision,
         layer_spec_name="local",
-        recompute=case.recompute,
+        recompute=RecomputeConfig(granularity=case.recompute, num_layers=case.num_layers),
         device=CPU,
         seed=1,
     )
@@ -121,7 +123,7 @@ def counted(rank: int, folder: Path, case: Case) -> Counted:
         head=case.head,
         itemsize=built.config.params_dtype.itemsize,
         kernels="composite",
-        recompute=RecomputeChoice(granularity=case.recompute),  # type: ignore[arg-type]
+        recompute=RecomputeChoice(granularity=case.recompute, num_layers=case.num_layers),
     )
     return Counted(
         saved=(saved.peak_before_backward, saved_activations(model, sizes=SIZES)),
@@ -156,6 +158,7 @@ CASES = [
     Case(),
     Case(recompute="selective"),
     Case(recompute="full"),
+    Case(recompute="full", num_layers=1),
     Case(head="value"),
     Case(precision="bf16"),
     Case(precision="bf16", recompute="full", head="value"),

@@ -370,7 +370,7 @@ def test_a_nodes_memory_is_checked_where_it_is_known():
 def test_peaks_move_the_way_that_they_must(recompute, tokens, parts):
     def peak(**changes):
         values = {
-            "actor.recompute": recompute,
+            "actor.recompute.granularity": recompute,
             "ppo.micro_batch_tokens": tokens,
             "rollout.tensor_parallel_size": 8,
         }
@@ -384,7 +384,7 @@ def test_peaks_move_the_way_that_they_must(recompute, tokens, parts):
         return plan.peak.total
 
     now = peak()
-    assert peak(actor__recompute="full") <= now
+    assert peak(actor__recompute__granularity="full") <= now
     assert peak(ppo__micro_batch_tokens=2 * tokens) >= now
     assert peak(actor__offload_weights=True) <= now
     assert peak(rollout__gpu_memory_utilization=0.4) <= now
