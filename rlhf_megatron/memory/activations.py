@@ -65,10 +65,17 @@ class LayerActivations:
     @property
     def norms(self) -> int:
         found = 2 * self.norm(self.sharded_tokens, self.hidden)
-        if self.qk_norm:
-            found += self.norm(self.tokens * self.heads, self.head_dim)
-            found += self.norm(self.tokens * self.key_value_heads, self.head_dim)
-        return found
+        return found + (self._head_norms if self.qk_norm else 0)
+
+    @property
+    def _head_norms(self) -> int:
+        """Of query and key. The query is a copy, the key a view of all three together."""
+        statistics = self.tokens * (self.heads + self.key_value_heads) * FP32_BYTES
+        if self.kernels == "flash":  # the value keeps all three together as well
+            return self.tokens * self.query * self.itemsize + statistics
+        widths = self.query + self.key_value
+        inputs = widths if self.itemsize < FP32_BYTES else 2 * widths
+        return self.tokens * FP32_BYTES * (inputs + widths) + statistics
 
     @property
     def rotary(self) -> int:
@@ -110,19 +117,19 @@ class LayerActivations:
             core = self._attention_inputs + self._core_output
         return self.norms + 2 * self.stream + self.rotary + core + self.mlp
 
-    def recomputed(self, recompute: Recompute) -> int:
-        """Bytes that come back while this layer's backward pass runs."""
-        if recompute == "full":
-            # The first norm saves the layer's input, which is kept already, unless it copies it.
-            is_shared = self.kernels == "flash" or self.itemsize == FP32_BYTES
-            return self.saved("none") - (self.stream if is_shared else 0)
-        return self.attention if recompute == "selective" else 0
+    @property
+    def recomputed(self) -> int:
+        """Bytes that come back while the backward pass of a layer runs that is recomputed whole:
+        what it saves, and its output."""
+        # The first norm saves the layer's input, which is kept already, unless it copies it.
+        is_shared = self.kernels == "flash" or self.itemsize == FP32_BYTES
+        return self.saved("none") + (0 if is_shared else self.stream)
 
     @property
     def forward_workspace(self) -> int:
-        """The most beside the saved tensors while a layer runs forward without gradients: residual
-        and norm, and the SwiGLU's arrays."""
-        return 2 * self.stream + self._gathered_copy + self.mlp
+        """The most beside the layer's input while it runs forward without gradients: residual, norm
+        and its output, and the SwiGLU's arrays."""
+        return 3 * self.stream + self.mlp
 
     @property
     def backward_workspace(self) -> int:
@@ -131,7 +138,7 @@ class LayerActivations:
         of gate and up, on its way into its buffer."""
         factors = 2 * self.tokens * self.ffn * self.itemsize
         weight = 2 * self.ffn * self.hidden * self.itemsize + self.gathered + self._gathered_copy
-        return 2 * self.stream + max(factors, weight - factors // 2)
+        return self.stream + max(factors, weight - factors // 2)
 
     @property
     def _gathered_copy(self) -> int:

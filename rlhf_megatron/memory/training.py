@@ -28,6 +28,10 @@ FIELDS_PER_RESPONSE_TOKEN = 3
 """float32 values of a response token that a loss reads (old log-probs, advantages, mask)."""
 
 
+PASSED_ON_BEFORE = 3
+"""Residual streams of the micro-batch before, which the schedule still holds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
     """Tokens of one data-parallel rank."""
@@ -116,48 +120,58 @@ def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
     layer = model.layer(sizes.micro_tokens)
     waiting = in_flight(model.layout, stage=model.stage, num_micro_batches=sizes.mini_micro_batches)
     full, kept = model.recomputed_and_kept_layers
-    one = full * layer.saved("full")
-    one += kept * layer.saved(model.recompute.granularity_of_kept)
+    one = full * layer.saved("full") + kept * layer.saved(model.recompute.granularity_of_kept)
     one += packing_saved(layer)
     if model.is_first:
         one += embedding_saved(layer)
     if full:  # the checkpoints keep the rotary angles
         one += layer.tokens * layer.head_dim * FP32_BYTES
     if model.is_last:
-        head = model.head_memory(layer, response_tokens=sizes.micro_response_tokens)
-        one += head.saved
-    if model.layout.pipeline_model_parallel_size > 1:
-        one += _pipeline_ends(model, layer=layer)
+        one += _head(model, layer=layer, sizes=sizes).saved
     return ceil(waiting * one)
 
 
-def _pipeline_ends(model: StageModel, *, layer: LayerActivations) -> int:
-    """What a stage received and what it sent, which the schedule holds until the backward pass.
-    The first layer saves what it received, but where its norm takes a copy."""
+def held_by_schedule(model: StageModel, *, sizes: BatchSizes) -> int:
+    """Bytes that a pipeline's schedule holds beside what autograd saves: of each pass in flight what
+    the stage received and sent; of the one before, on all stages but the first, what it received,
+    and that one's gradient (and a third array, as counted)."""
+    layout = model.layout
+    if layout.pipeline_model_parallel_size == 1:
+        return 0
+    layer = model.layer(sizes.micro_tokens)
+    virtual = layout.virtual_pipeline_model_parallel_size
+    waiting = in_flight(layout, stage=model.stage, num_micro_batches=sizes.mini_micro_batches)
+    # The first layer saves what the stage received, but where its norm takes a copy.
     is_copied = layer.kernels == "composite" and layer.itemsize < FP32_BYTES
-    received = layer.stream if not model.is_first and is_copied else 0
-    return received + (0 if model.is_last else layer.stream)
+    received = is_copied and (not model.is_first or virtual > 1)
+    sent = not model.is_last or virtual > 1
+    before = 0 if model.is_first else PASSED_ON_BEFORE
+    return ceil((waiting * virtual * (received + sent) + before) * layer.stream)
+
+
+def _head(model: StageModel, *, layer: LayerActivations, sizes: BatchSizes) -> HeadMemory:
+    return model.head_memory(layer, response_tokens=sizes.micro_response_tokens)
 
 
 def training_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     """Forward and backward over a mini-batch's micro-batches."""
     layer = model.layer(sizes.micro_tokens)
-    saved = saved_activations(model, sizes=sizes)
-    full, _ = model.recomputed_and_kept_layers
-    granularity = "full" if full else model.recompute.granularity_of_kept
-    again = layer.recomputed(granularity)
+    saved = saved_activations(model, sizes=sizes) + held_by_schedule(model, sizes=sizes)
     batch = _batch_bytes(sizes.mini_tokens, fields=FIELDS_PER_RESPONSE_TOKEN)
+    head = _head(model, layer=layer, sizes=sizes) if model.is_last else None
+    full, kept = model.recomputed_and_kept_layers
+    # By the time that layers are recomputed, those that are kept, which come after them, are done.
+    again = layer.recomputed - kept * layer.saved(model.recompute.granularity_of_kept)
     layers = PassMemory(
-        activations=saved,
-        recomputed=again,
+        activations=saved - (head.saved if head is not None else 0),
+        recomputed=max(0, again) if full else 0,
         logits=0,
         workspace=layer.backward_workspace,
         batch=batch,
         instant="backward pass of a layer",
     )
-    if not model.is_last:
+    if head is None:
         return layers
-    head = model.head_memory(layer, response_tokens=sizes.micro_response_tokens)
     loss = PassMemory(
         activations=saved + head.loss_saved,
         recomputed=0,
@@ -173,7 +187,12 @@ def inference_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     """Forward without gradients over a step's micro-batches."""
     layer = model.layer(sizes.micro_tokens)
     batch = _batch_bytes(sizes.step_tokens, fields=0)
-    streams = layer.stream + layer.tokens * layer.head_dim * FP32_BYTES + packing_saved(layer)
+    ends = 1
+    if model.layout.pipeline_model_parallel_size > 1:  # what was received last, or sent
+        ends += model.layout.virtual_pipeline_model_parallel_size - model.is_last
+    streams = (
+        ends * layer.stream + layer.tokens * layer.head_dim * FP32_BYTES + packing_saved(layer)
+    )
     layers = PassMemory(
         activations=streams,
         recomputed=0,
@@ -184,7 +203,7 @@ def inference_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     )
     if not model.is_last:
         return layers
-    head = model.head_memory(layer, response_tokens=sizes.micro_response_tokens)
+    head = _head(model, layer=layer, sizes=sizes)
     outputs = PassMemory(
         activations=streams,
         recomputed=0,
