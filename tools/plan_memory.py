@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config,
         world_size=world_size,
         gpu_memory_gb=options.gpu_memory_gb,
-        gpus_per_node=options.gpus_per_node,
+        gpus_per_node=min(options.gpus_per_node, world_size),
         host_memory_gb=options.host_memory_gb,
         device=options.device,
     )

@@ -121,7 +121,7 @@ def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
     waiting = in_flight(model.layout, stage=model.stage, num_micro_batches=sizes.mini_micro_batches)
     full, kept = model.recomputed_and_kept_layers
     one = full * layer.saved("full") + kept * layer.saved(model.recompute.granularity_of_kept)
-    one += packing_saved(layer)
+    one += packing_saved(layer) if kept else 0
     if model.is_first:
         one += embedding_saved(layer)
     if full:  # the checkpoints keep the rotary angles
@@ -132,9 +132,9 @@ def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
 
 
 def held_by_schedule(model: StageModel, *, sizes: BatchSizes) -> int:
-    """Bytes that a pipeline's schedule holds beside what autograd saves: of each pass in flight what
-    the stage received and sent; of the one before, on all stages but the first, what it received,
-    and that one's gradient (and a third array, as counted)."""
+    """Bytes that a pipeline's schedule holds beside what autograd saves: of each pass in flight
+    what the stage received and sent; of the one before, on all stages but the first, what it
+    received, and that one's gradient (and a third array, as counted)."""
     layout = model.layout
     if layout.pipeline_model_parallel_size == 1:
         return 0
