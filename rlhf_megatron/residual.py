@@ -34,18 +34,22 @@ class ResidualCheck:
         roles: Sequence[ModelEngine],
         measure: Callable[[torch.device], float] | None = None,
     ) -> None:
-        """bound_gb: rollout.sleep_residual_gb; 0: GROWTH_GB above the first measurement. roles:
-        what they hold on the device is known. measure: GB in use, for tests."""
+        """bound_gb: rollout.sleep_residual_gb; 0: GROWTH_GB above the first measurement, in the
+        second step of this process. roles: what they hold on the device is known. measure: GB in
+        use, for tests."""
         self._bound_gb, self._device, self._group = bound_gb, device, group
         self._roles = list(roles)
         self._measure = measure or _used_gb
         self._is_checked = device.type == "cuda" or measure is not None
+        self._first_step: int | None = None
 
     def phase_entered(self, *, step: int, phase: str) -> None:
         """Nothing."""
 
     def phase_exited(self, record: PhaseRecord) -> None:
         if record.phase != "sleep" or not self._is_checked:
+            return
+        if self._bound_gb == 0 and not self._has_settled(record.step):
             return
         roles = resident_bytes(self._roles)
         residual = self._measure(self._device) - sum(roles.values()) / GB
@@ -62,6 +66,12 @@ class ResidualCheck:
                 + "\nRaise rollout.sleep_residual_gb where that is meant; else something holds "
                 "memory that it should have given back"
             )
+
+    def _has_settled(self, step: int) -> bool:
+        """Whether a whole step lies behind: communicators and workspaces come with their use."""
+        if self._first_step is None and step > 0:
+            self._first_step = step
+        return self._first_step is not None and step > self._first_step
 
     def _describe(self, residual: float, *, roles: Mapping[str, int]) -> str:
         use = memory_use(self._device)

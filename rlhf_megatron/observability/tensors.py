@@ -16,9 +16,12 @@ def largest_tensors(device: torch.device, *, count: int = 10, names: Names = dic
     """One line each: size, type, shape and name of the largest storages on `device`, as the garbage
     collector finds them; what only autograd's graph or other libraries hold is not among them.
 
-    names: what is known by name. A storage with several tensors in it is shown by the largest.
+    names: what is known by name, "of what: which". A storage with several tensors in it is shown by
+    the largest.
     """
-    known = {_key(t): name for name, t in reversed(list(names().items()))}
+    known: dict[int, list[str]] = {}
+    for name, tensor in names().items():
+        known.setdefault(_key(tensor), []).append(name)
     found: dict[int, Tensor] = {}
     for tensor in _tensors(device):
         key = _key(tensor)
@@ -27,9 +30,15 @@ def largest_tensors(device: torch.device, *, count: int = 10, names: Names = dic
     largest = sorted(found.items(), key=lambda item: -item[1].untyped_storage().nbytes())[:count]
     return [
         f"{t.untyped_storage().nbytes() / GB:8.3f} GB  {str(t.dtype).removeprefix('torch.')} "
-        f"{list(t.shape)}{f'  {known[key]}' if key in known else ''}"
+        f"{list(t.shape)}{_label(known.get(key, []))}"
         for key, t in largest
     ]
+
+
+def _label(names: list[str]) -> str:
+    if len(names) > 1:
+        return f"  {names[0].partition(':')[0]} ({len(names)} tensors)"
+    return f"  {names[0]}" if names else ""
 
 
 def _key(tensor: Tensor) -> int:

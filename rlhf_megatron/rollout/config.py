@@ -88,7 +88,8 @@ class RolloutConfig:
     sleep_residual_gb: float = number(0.0, minimum=0)
     """Most memory, in 10^9 bytes, that may be in use on a GPU when the engine sleeps, beside what
     roles keep there: CUDA contexts, communicators, the engine's rest (1 to 3 GB), a reward model.
-    All processes on the GPU count. 0 (default): 2 GB more than after the first sleep."""
+    All processes on the GPU count. 0 (default): 2 GB more than in the second
+    step."""
 
     timeout_seconds: float = number(0.0, minimum=0)
     """A rollout that takes longer ends the run, with a message that names the rank and what it was

@@ -342,6 +342,15 @@ def model_problems(*overrides: str, **models: Numbers) -> list[str]:
             ],
         ),
         (
+            [
+                "actor.parallel.pipeline_model_parallel_size=2",
+                "actor.recompute.granularity=full",
+                "actor.recompute.num_layers=3",
+            ],
+            {},
+            ["actor.recompute.num_layers=3: a stage has 2 layers", "at most 2, or 0 for all"],
+        ),
+        (
             ["rollout.max_response_tokens=1025"],
             {},
             ["rollout.max_response_tokens=1025", "context of 2048 tokens", "at most 1024"],
