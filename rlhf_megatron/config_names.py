@@ -250,7 +250,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
 what it is here. The names are those of the projects' own configurations."""
 
 
-def answer(key: str, *, own_endings: Collection[str]) -> Answer | None:
+def answer(key: str, *, own_endings: Collection[str] = ()) -> Answer | None:
     """The answer to an unknown key that is known from elsewhere, written with - or _; None if it is
     not. own_endings: last parts of keys that exist here, which a typing error is likelier to mean.
     """

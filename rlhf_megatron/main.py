@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rlhf_megatron.architectures import read_architectures, stand_in_folders
 from rlhf_megatron.config import Config
+from rlhf_megatron.config_names import answer
 from rlhf_megatron.environment import adopt_slurm_environment
 from rlhf_megatron.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, UserError
 from rlhf_megatron.ranks import refuse, run_ranks
@@ -23,6 +24,11 @@ class Parser(argparse.ArgumentParser):
     """Raises UserError on bad usage, which one rank then shows for all."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: -"):
+            option = message.split()[2].partition("=")[0]
+            known = answer(option)
+            message += "; keys are given as key.path=value"
+            message += f"; {option}: {known.text}" if known else ""
         raise UserError(f"{message}; see --help")
 
 

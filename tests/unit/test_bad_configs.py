@@ -81,7 +81,11 @@ def test_five_faults_are_five_lines(folder: Path, capsys: pytest.CaptureFixture[
         ([], ["the following arguments are required: --config"]),
         (["--config", "none.yaml"], ["none.yaml: no such file; give the path of a YAML file"]),
         (["--config", "good.yaml", "--dry-run", "--world-size", "0"], ["--world-size 0: must be"]),
-        (["--config", "good.yaml", "--dryrun"], ["unrecognized arguments: --dryrun; see --help"]),
+        (["--config", "good.yaml", "--dryrun"], ["unrecognized arguments: --dryrun; keys are"]),
+        (
+            ["--config", "good.yaml", "--n-samples-per-prompt", "4"],
+            ["key.path=value; --n-samples-per-prompt: did you mean rollout.responses_per_prompt?"],
+        ),
         (["--config", "good.yaml", "n_samples_per_prompt=4"], ["rollout.responses_per_prompt"]),
     ],
 )
