@@ -13,6 +13,7 @@ TOOLS = {
     "megatron-to-hf": "megatron_to_hf",
     "convert-checkpoint": "convert_checkpoint",
     "inspect-checkpoint": "inspect_checkpoint",
+    "plan-memory": "plan_memory",
     "plan-reshard": "plan_reshard",
     "report": "report",
     "config-reference": "config_reference",

@@ -1,4 +1,4 @@
-"""What a configuration would run: batches, layouts, engines and reshard bytes; no GPU, no peers."""
+"""What a configuration would run: batches, layouts, engines, reshard bytes and memory; no GPU."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,7 @@ from rlhf_megatron.architectures import Architectures, read_architectures
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.megatron import megatron_layouts
+from rlhf_megatron.memory_report import GPU_MEMORY_GB, machine_of, planned, role_models
 from rlhf_megatron.placement import place_engines
 from rlhf_megatron.reshard.minimum import bytes_minimum
 from rlhf_megatron.resolve import describe_batch, parallel_layout
@@ -17,7 +18,13 @@ MOST_ENGINES_SHOWN = 8
 BYTES_PER_PARAMETER = {"bf16": 2, "fp32": 4}
 
 
-def describe(config: Config, *, world_size: int, stand_ins: Sequence[Path] = ()) -> str:
+def describe(
+    config: Config,
+    *,
+    world_size: int,
+    stand_ins: Sequence[Path] = (),
+    gpu_memory_gb: float = GPU_MEMORY_GB,
+) -> str:
     """The report of --dry-run. Raises ConfigError where the model does not fit the layouts.
 
     stand_ins: where a model's numbers are taken from that is not here (architectures.py). Files
@@ -39,6 +46,17 @@ def describe(config: Config, *, world_size: int, stand_ins: Sequence[Path] = ())
             f"fastest first: {'-'.join(layout.order)}"
         )
     lines += ["", *_reshard(config, arch=actor, world_size=world_size)]
+    memory = planned(
+        config,
+        models=role_models(config, architectures=architectures),
+        machine=machine_of(
+            config,
+            world_size=world_size,
+            gpu_memory_gb=gpu_memory_gb,
+            gpus_per_node=min(world_size, GPUS_PER_NODE),
+        ),
+    )
+    lines += ["", str(memory)]
     lines += _absent(config, architectures=architectures)
     return config.secrets.hide("\n".join(lines))
 

@@ -56,6 +56,13 @@ def parser() -> argparse.ArgumentParser:
         help="processes to plan for in a dry run (default: as started)",
     )
     found.add_argument(
+        "--gpu-memory-gb",
+        type=float,
+        default=80.0,
+        metavar="GB",
+        help="of a GPU to plan for in a dry run, in 10^9 bytes (default: 80)",
+    )
+    found.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="override keys of the configuration"
     )
     return found
@@ -78,8 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             from rlhf_megatron.dry_run import describe
 
-            stand_ins = stand_in_folders(options.config)
-            print(describe(config, world_size=options.world_size or started, stand_ins=stand_ins))
+            if not options.gpu_memory_gb > 0:
+                raise UserError(f"--gpu-memory-gb {options.gpu_memory_gb}: must be above 0")
+            print(
+                describe(
+                    config,
+                    world_size=options.world_size or started,
+                    stand_ins=stand_in_folders(options.config),
+                    gpu_memory_gb=options.gpu_memory_gb,
+                )
+            )
             return EXIT_DONE
         architectures = read_architectures(config)
     except UserError as error:
@@ -95,6 +110,7 @@ def train(config: Config, *, architectures: Architectures) -> int:
 
         from rlhf_megatron.distributed.seeds import seed_everything
         from rlhf_megatron.doctor.at_start import check_machines
+        from rlhf_megatron.memory_report import planned_peaks, suggested
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
         from rlhf_megatron.out_of_memory import OutOfMemoryReport
@@ -123,7 +139,9 @@ def train(config: Config, *, architectures: Architectures) -> int:
             device=context.device,
         )
         seed_everything(config.run.seed)
-        memory = OutOfMemoryReport(config, context=context, ledger=ledger)
+        memory = OutOfMemoryReport(
+            config, context=context, ledger=ledger, suggest=suggested, planned_peaks=planned_peaks
+        )
         try:
             Trainer(config, context=context, ledger=ledger, stop=stop, resume=point).fit()
         except RunStopped as stopped:

@@ -19,6 +19,7 @@ from rlhf_megatron.layout.vllm import VOCAB_PARAMETERS, vllm_problems, vllm_rank
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
+from rlhf_megatron.rollout.kv_cache import cpu_kv_cache_bytes
 from rlhf_megatron.rollout.parameters import layout_problems, listed
 from rlhf_megatron.rollout.responses import Request, Response, SeedPlan, list_requests, to_batch
 from rlhf_megatron.rollout.seeds import engine_seed, preserved_generators
@@ -26,9 +27,6 @@ from rlhf_megatron.rollout.seeds import engine_seed, preserved_generators
 CPU_BLOCK_TOKENS = 32
 """KV cache block on a CPU: the smallest that its attention is fast with (vLLM's default, 128,
 wastes most of a block on short sequences)."""
-
-CPU_KV_CACHE_BYTES_MAX = 10**9
-"""Bound of the KV cache that is chosen for a CPU; more sequences than fit wait their turn."""
 
 SLEEPING = frozenset(("weights", "kv_cache"))
 
@@ -258,29 +256,6 @@ def llm_arguments(
         )
     free = {"disable_log_stats": True, "enable_prefix_caching": True}
     return {**free, **config.engine_args, **fixed}
-
-
-def cpu_kv_cache_bytes(
-    architecture: ModelArchitecture,
-    *,
-    tensor_parallel_size: int,
-    bytes_per_element: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    block_tokens: int,
-) -> int:
-    """KV cache of one rank in bytes: `max_num_seqs` sequences of `max_model_len` tokens.
-
-    At most CPU_KV_CACHE_BYTES_MAX, and at least one full sequence. One block more than that, since
-    vLLM keeps one for itself.
-    """
-    kv_heads = max(1, architecture.num_key_value_heads // tensor_parallel_size)
-    token_bytes = 2 * architecture.num_layers * kv_heads * architecture.head_dim * bytes_per_element
-    block_bytes = token_bytes * block_tokens
-    sequence_blocks = -(-max_model_len // block_tokens)
-    wanted = max_num_seqs * sequence_blocks * block_bytes
-    bounded = min(wanted, CPU_KV_CACHE_BYTES_MAX // block_bytes * block_bytes)
-    return max(bounded, sequence_blocks * block_bytes) + block_bytes
 
 
 def _response(output: Any) -> Response:

@@ -184,6 +184,11 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["reward.model=m"], ["reward.function=rewards.py:score, reward.model=m", "exactly one"]),
     (["reward.function="], ["reward.function=", "neither", "path/to/file.py:name"]),
     (["reward.function=score"], ["reward.function=score", "must name a file", "module:name"]),
+    (
+        ["critic.recompute.num_layers=2"],
+        ["critic.recompute.num_layers=2", "granularity=none", "set granularity=full, or 0"],
+    ),
+    (["actor.recompute=full"], ["actor.recompute=full", "is a section", "recompute.granularity"]),
     (["reward.function=a.py:"], ["reward.function=a.py:", "must name a file", "module:name"]),
 ]
 

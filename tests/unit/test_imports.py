@@ -4,13 +4,15 @@ Imports are read from the syntax trees, those inside functions included; nothing
 
     config, errors, schema, batch, every room's config.py
       <- algorithms, layout, slurm <- validation, resolve <- distributed <- models
-      <- engine, reshard, rollout, rewards, data, checkpoint <- trainer <- doctor
+      <- engine, reshard, rollout, rewards, data, checkpoint <- memory <- trainer <- doctor
       <- launch, tools, benchmarks, and main.py and cli.py, which they call
     The other modules on the package's top level are parts of the loop: they count as trainer.
     observability imports config only; engine, reshard, rollout, trainer and above import it
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,7 @@ LEVELS = [
     {"distributed"},
     {"models"},
     {"engine", "reshard", "rollout", "rewards", "data", "checkpoint"},
+    {"memory"},
     {"trainer"},
     {"doctor"},
     {"top"},
@@ -159,6 +162,15 @@ def test_dependencies_stay_in_their_rooms(path: Path) -> None:
     assert [text for text in found if text] == []
 
 
+def test_the_memory_planner_needs_no_torch() -> None:
+    """It plans on a login node within a second or two; megatron and vllm come with torch."""
+    program = "import sys, rlhf_megatron.memory.report; print('torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "False"
+
+
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
@@ -180,6 +192,9 @@ def test_dependencies_stay_in_their_rooms(path: Path) -> None:
         ("observability", "layout", False),
         ("top", "trainer", True),
         ("trainer", "top", False),
+        ("memory", "reshard", True),
+        ("memory", "trainer", False),
+        ("engine", "memory", False),
     ],
 )
 def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:

@@ -18,15 +18,11 @@ from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
 from rlhf_megatron.rollout.engine_args import check_engine_args
 from rlhf_megatron.rollout.engine_ranks import parse_engines
 from rlhf_megatron.rollout.factory import resolve_engine
+from rlhf_megatron.rollout.kv_cache import CPU_KV_CACHE_BYTES_MAX, cpu_kv_cache_bytes
 from rlhf_megatron.rollout.parameters import check_parameters, layout_problems
 from rlhf_megatron.rollout.responses import Response, SeedPlan, list_requests, to_batch
 from rlhf_megatron.rollout.seeds import engine_seed, request_seed
-from rlhf_megatron.rollout.vllm import (
-    CPU_KV_CACHE_BYTES_MAX,
-    VllmEngine,
-    cpu_kv_cache_bytes,
-    llm_arguments,
-)
+from rlhf_megatron.rollout.vllm import VllmEngine, llm_arguments
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParameters(
