@@ -172,10 +172,18 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "reward_model.model.path": _of("verl", "reward.model"),
     "custom_reward_function": _of("verl", "reward.function", remark="FILE.py:NAME"),
     "ref_reward_offload": _of("OpenRLHF", "ref.offload"),
-    "gradient_checkpointing": _of("TRL and OpenRLHF", "actor.recompute", "critic.recompute"),
-    "enable_gradient_checkpointing": _of("verl", "actor.recompute", "critic.recompute"),
-    "activations_checkpoint_granularity": _of("NeMo", "actor.recompute", "critic.recompute"),
-    "recompute_granularity": _of("Megatron-LM", "actor.recompute", "critic.recompute"),
+    "gradient_checkpointing": _of(
+        "TRL and OpenRLHF", "actor.recompute.granularity", "critic.recompute.granularity"
+    ),
+    "enable_gradient_checkpointing": _of(
+        "verl", "actor.recompute.granularity", "critic.recompute.granularity"
+    ),
+    "activations_checkpoint_granularity": _of(
+        "NeMo", "actor.recompute.granularity", "critic.recompute.granularity"
+    ),
+    "recompute_granularity": _of(
+        "Megatron-LM", "actor.recompute.granularity", "critic.recompute.granularity"
+    ),
     "bf16": _of("TRL and Megatron-LM", "actor.precision"),
     "dtype": _of("verl", "actor.precision"),
     # optimizer

@@ -228,10 +228,10 @@ def _read_memory(run: RunData) -> None:
         phase = key.removeprefix("memory/").removesuffix("_peak_gb")
         if phase == STEP or not key.endswith("_peak_gb"):
             continue
-        for row in run.steps:
-            gb = finite(row.get(key))
+        for record in run.steps:
+            gb = finite(record.get(key))
             if gb is not None and (phase not in run.peaks or gb > run.peaks[phase].gb):
-                run.peaks[phase] = Peak(gb=gb, step=row["step"], rank=None)
+                run.peaks[phase] = Peak(gb=gb, step=record["step"], rank=None)
 
 
 def _read_plan(path: Path, *, notes: list[str]) -> dict[str, float]:
