@@ -101,6 +101,13 @@ def run_side_by_side(
     return {key: [ends[key, rank] for rank in range(world_size)] for key in calls}
 
 
+def run_until_exit(
+    world_size: int, fn: Callable[..., Any], *args: Any, folder: Path
+) -> list[RankEnd]:
+    """`run_side_by_side` of one call."""
+    return run_side_by_side(world_size, {"": (fn, *args)}, folder=folder)[""]
+
+
 def run_program(words: Sequence[str], *, world_size: int, folder: Path) -> list[RankEnd]:
     """The training program with these arguments on each rank, as its launcher starts it."""
     port = free_port()
@@ -122,7 +129,7 @@ class _Started:
 
 def _start(target: Callable[..., Any], files: Path, args: tuple) -> _Started:
     for descriptor in (1, 2):
-        _printed_file(files, descriptor).touch()
+        _printed_file(files, descriptor).write_text("")
     process = _context.Process(target=target, args=(files, *args))
     process.start()
     return _Started(process, files, time.monotonic())
