@@ -108,6 +108,7 @@ def start(config: DistributedConfig) -> DistributedContext:
             local_world_size=local_world_size,
             timeout_seconds=config.join_timeout_seconds,
         )
+        store.set_timeout(timedelta(seconds=config.timeout_seconds))
     dist.init_process_group(
         backend,
         store=store,

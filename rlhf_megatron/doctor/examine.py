@@ -144,7 +144,8 @@ def _own_facts(
     if context.local_rank == 0:
         number = context.node_of(context.rank)
         node = _node(config, number=number, probe=probe, full=full)
-    dist.barrier(group=context.job_group)
+    # All arrive here. Not a barrier, which would start NCCL before the GPUs have been looked at.
+    gather_lists([], group=context.job_group)
     return _Own(
         rank=replace(rank, clock_seconds=time.time()),
         node=node,
