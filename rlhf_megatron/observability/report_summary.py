@@ -1,5 +1,6 @@
 """The top of a report: how a run stands, in a few facts, and what needs a look."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -149,7 +150,7 @@ def _nonfinite(run: RunData) -> Iterator[str]:
     for row in run.steps:
         named = row.get("nonfinite")
         keys = set(map(str, named)) if isinstance(named, list) else set()
-        keys |= {key for key, value in row.items() if value != value}  # NaN, in a foreign file
+        keys |= {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         for key in sorted(keys):
             steps_of.setdefault(key, []).append(row["step"])
     for key, steps in steps_of.items():
