@@ -168,6 +168,7 @@ def _sums(run: RunData) -> Iterator[str]:
         ("faults/skipped_updates", "skipped updates"),
         ("reward/dropped", "responses dropped, since they had no score"),
         ("faults/reward_failures", "failures of the reward"),
+        ("memory/alloc_retries", "retries of the allocator, since memory was full"),
     ):
         found = [(step, value) for step, value in _points(run.steps, key) if value > 0]
         if found:
