@@ -223,6 +223,16 @@ def test_a_plan_that_makes_no_sense_is_left_out(tmp_path, text):
     assert len(report_of(run).lines("Peak memory")) == 1
 
 
+def test_a_plan_as_the_planner_prints_it(tmp_path):
+    run = write_run(tmp_path / "run")
+    ranks = [
+        {"phases": [{"phase": "rollout", "total_bytes": 9e9, "allocated_bytes": n * 10**9}]}
+        for n in (2, 3)
+    ]
+    (run / "memory_plan.json").write_text(json.dumps({"ranks": ranks, "fits": True}))
+    assert read_runs([run])[0].planned_gb == {"rollout": 3.0}
+
+
 def test_thousands_of_steps_stay_small_and_say_so(tmp_path):
     run, steps = write_run(tmp_path / "run"), 3000
     rows = [metrics_row(step) for step in range(1, steps + 1)]
