@@ -1,4 +1,8 @@
-"""Secrets out of what is shown: by the name of a key, and by the look of a value."""
+"""Secrets out of what is shown: by the name of a key, and by the look of a value.
+
+The files of a run already hide those that the configuration knows (secret_values.py); this is for
+what it does not know: an older run's files, a library's warning, a password in an address.
+"""
 
 import re
 from collections.abc import Mapping
@@ -6,6 +10,7 @@ from typing import Any
 
 REDACTED = "(redacted)"
 
+_HIDDEN_ALREADY = re.compile(r"\*+|\$\{oc\.env:\w+\}")
 _NAMES = {"auth", "authorization", "cookie", "credential", "credentials", "passphrase"}
 _NAMES |= {"passwd", "password", "secret", "secrets", "token"}
 _NAME_ENDS = ("apikey", "api_key", "access_key", "private_key", "secret_key", "auth_token")
@@ -47,7 +52,7 @@ def _redacted(tree: Any, *, is_secret: bool) -> Any:
         }
     if isinstance(tree, list | tuple):
         return [_redacted(value, is_secret=is_secret) for value in tree]
-    if isinstance(tree, str) and tree:
+    if isinstance(tree, str) and tree and not _HIDDEN_ALREADY.fullmatch(tree):
         return REDACTED if is_secret else redact_text(tree)
     return tree
 

@@ -55,8 +55,11 @@ def write_report(folders: Sequence[Path], *, output: Path | None = None) -> Writ
     text = page(runs, charts=charts, plotly_script=get_plotlyjs())
     path = output if output is not None else Path(folders[0]) / REPORT
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return WrittenReport(
         path=path,
         num_bytes=path.stat().st_size,

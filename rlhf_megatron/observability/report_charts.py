@@ -204,7 +204,7 @@ def _throughput_and_memory(runs: Sequence[RunData]) -> Chart | None:
         section=SPEED,
         title="Throughput and memory",
         caption="left: prompt and response tokens per second of all ranks together; right: memory "
-        "allocated at the step's end, worst rank (on a CPU the resident memory)"
+        "active at the step's end, worst rank (on a CPU the resident memory)"
         + _thinned_text(bucket, how="mean (memory: the largest)"),
         figure=figure,
     )

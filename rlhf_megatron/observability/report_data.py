@@ -17,6 +17,7 @@ import yaml
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.observability.ledger import STEP
+from rlhf_megatron.observability.memory import GB
 from rlhf_megatron.observability.redact import redact_text, redact_tree
 from rlhf_megatron.observability.report_events import Event, read_events
 from rlhf_megatron.observability.report_samples import StepSamples, read_samples
@@ -235,20 +236,35 @@ def _read_memory(run: RunData) -> None:
 
 
 def _read_plan(path: Path, *, notes: list[str]) -> dict[str, float]:
-    """{"phases": {"rollout": {"peak_gb": 12.3}}} -> {"rollout": 12.3}."""
+    """Peak by phase, worst rank, in GB.
+
+    Of {"phases": {"rollout": {"peak_gb": 12.3}}}, or of what `tools/plan_memory.py --json` prints,
+    whose allocated_bytes are what the ledger's peak_gb measures.
+    """
     if not path.is_file():
         return {}
     found = _read(path, parse=json.loads, notes=notes)
-    phases = found.get("phases") if isinstance(found, dict) else None
-    if not isinstance(phases, dict):
-        if found is not None:
-            notes.append(f"{path.name} has no phases; the plan is not shown.")
-        return {}
-    planned = {
-        str(phase): finite(entry.get("peak_gb") if isinstance(entry, dict) else None)
-        for phase, entry in phases.items()
-    }
-    return {phase: gb for phase, gb in planned.items() if gb is not None and phase != STEP}
+    planned: dict[str, float] = {}
+    for phase, gb in _planned_peaks(found):
+        if gb is not None and phase != STEP:
+            planned[phase] = max(planned.get(phase, 0.0), gb)
+    if not planned and found is not None:
+        notes.append(f"{path.name} has no peaks of phases; the plan is not shown.")
+    return planned
+
+
+def _planned_peaks(plan: Any) -> Iterator[tuple[str, float | None]]:
+    if not isinstance(plan, dict):
+        return
+    phases, ranks = plan.get("phases"), plan.get("ranks")
+    for phase, entry in phases.items() if isinstance(phases, dict) else ():
+        yield str(phase), finite(entry.get("peak_gb") if isinstance(entry, dict) else None)
+    for rank in ranks if isinstance(ranks, list) else ():
+        of_rank = rank.get("phases") if isinstance(rank, dict) else None
+        for entry in of_rank if isinstance(of_rank, list) else ():
+            num_bytes = finite(entry.get("allocated_bytes") if isinstance(entry, dict) else None)
+            if num_bytes is not None:
+                yield str(entry.get("phase")), num_bytes / GB
 
 
 def _read_config(path: Path, *, notes: list[str]) -> dict[str, Any]:

@@ -170,6 +170,15 @@ TRAINING_LINES = (
     ),
     Lines(
         section=SPEED,
+        title="Fragmentation",
+        caption="memory reserved but not allocated at the step's end, as a share; worst rank",
+        unit="share",
+        keys=("memory/fragmentation",),
+        tickformat=".1~%",
+        only_if_varies=True,
+    ),
+    Lines(
+        section=SPEED,
         title="Resharding",
         caption="seconds per step to bring the new weights into the engines",
         unit="seconds",

@@ -16,6 +16,7 @@ CHECKPOINT = "checkpoint"
 """Lies between two steps; its seconds are those of the step that it held up."""
 
 _COLORS = {
+    "setup": "#777777",
     "warmup": "#999933",
     "rollout": "#4477aa",
     "reward": "#66ccee",

@@ -1,5 +1,6 @@
 """The top of a report: how a run stands, in a few facts, and what needs a look."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -149,7 +150,7 @@ def _nonfinite(run: RunData) -> Iterator[str]:
     for row in run.steps:
         named = row.get("nonfinite")
         keys = set(map(str, named)) if isinstance(named, list) else set()
-        keys |= {key for key, value in row.items() if value != value}  # NaN, in a foreign file
+        keys |= {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         for key in sorted(keys):
             steps_of.setdefault(key, []).append(row["step"])
     for key, steps in steps_of.items():
@@ -167,6 +168,7 @@ def _sums(run: RunData) -> Iterator[str]:
         ("faults/skipped_updates", "skipped updates"),
         ("reward/dropped", "responses dropped, since they had no score"),
         ("faults/reward_failures", "failures of the reward"),
+        ("memory/alloc_retries", "retries of the allocator, since memory was full"),
     ):
         found = [(step, value) for step, value in _points(run.steps, key) if value > 0]
         if found:

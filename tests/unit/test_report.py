@@ -23,6 +23,20 @@ from rlhf_megatron.resume import note_lines
 pytest.importorskip("plotly", reason="plotly is not installed here")
 
 
+@pytest.fixture(autouse=True)
+def package_logger():
+    """As it is outside a run, before and after: setup_logging keeps its records from pytest."""
+    logger = logging.getLogger("rlhf_megatron")
+    handlers, level = list(logger.handlers), logger.level
+    logger.propagate = True
+    yield
+    for handler in [h for h in logger.handlers if h not in handlers]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(level)
+    logger.propagate = True
+
+
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -46,7 +60,7 @@ def test_every_line_has_the_numbers_of_the_files(tmp_path):
             assert trace["x"] == [row["step"] for row in rows]
             assert trace["y"] == [row[key] for row in rows]
             found += 1
-    assert found == 21
+    assert found == 22
     left, right = page.lines("Throughput and memory")
     assert left["y"] == [row["train/throughput_tokens_per_sec"] for row in metrics]
     assert right["y"] == [row["gpu/memory_active_gb"] for row in metrics]
@@ -209,6 +223,16 @@ def test_a_plan_that_makes_no_sense_is_left_out(tmp_path, text):
     assert len(report_of(run).lines("Peak memory")) == 1
 
 
+def test_a_plan_as_the_planner_prints_it(tmp_path):
+    run = write_run(tmp_path / "run")
+    ranks = [
+        {"phases": [{"phase": "rollout", "total_bytes": 9e9, "allocated_bytes": n * 10**9}]}
+        for n in (2, 3)
+    ]
+    (run / "memory_plan.json").write_text(json.dumps({"ranks": ranks, "fits": True}))
+    assert read_runs([run])[0].planned_gb == {"rollout": 3.0}
+
+
 def test_thousands_of_steps_stay_small_and_say_so(tmp_path):
     run, steps = write_run(tmp_path / "run"), 3000
     rows = [metrics_row(step) for step in range(1, steps + 1)]
@@ -315,7 +339,6 @@ def test_the_tool(tmp_path, capsys):
 
 
 def test_at_the_runs_end_a_failure_is_a_warning(tmp_path, caplog, monkeypatch):
-    logging.getLogger("rlhf_megatron").propagate = True  # setup_logging turns it off
     run = write_run(tmp_path / "run")
     written = report_at_end(run)
     assert written is not None and written.path == run / "report.html"
@@ -325,6 +348,7 @@ def test_at_the_runs_end_a_failure_is_a_warning(tmp_path, caplog, monkeypatch):
     (run / "report.html").unlink()
     (run / "report.html").mkdir()  # in the way
     assert report_at_end(run) is None and "was not written" in caplog.text
+    assert not (run / ".report.html.partial").exists()
     caplog.clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert report_at_end(run) is None

@@ -61,6 +61,11 @@ def test_keys_that_only_sound_like_it(key):
     assert redact_tree({key: ["</s>", "some text"], "n": 3}) == {key: ["</s>", "some text"], "n": 3}
 
 
+def test_what_is_hidden_already_stays():
+    tree = {"api_key": "${oc.env:API_KEY}", "token": "***"}
+    assert redact_tree(tree) == tree
+
+
 def test_numbers_stay_also_below_a_secret_name():
     assert redact_tree({"token": 5, "secret": None}) == {"token": 5, "secret": None}
 
