@@ -22,8 +22,9 @@ full = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.skipif(bool(missing_for_slurm()), reason=missing_for_slurm())
 
-# In place of the tasks' python. Each task counts to 8, a step in half a second; a signal makes it
-# save and end with exit code 3, as the trainer does. The next start goes on.
+# In place of the tasks' python. Each task counts to 16, a step in half a second, and saves after
+# each fourth one; a signal makes it save and end with exit code 3, as the trainer does. The next
+# start goes on.
 TASK = """\
 #!/usr/bin/env python3
 import os, pathlib, signal, sys, time
@@ -35,21 +36,30 @@ settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
 run = pathlib.Path(settings["run.output_dir"])
 latest = run / "checkpoints" / "latest"
 asked = []
+deaf = bool(os.environ.get("DEAF")) and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, _: asked.append(signal.Signals(number).name))
+    signal.signal(number, lambda number, _: deaf or asked.append(signal.Signals(number).name))
 step = int(latest.read_text()) if latest.exists() else 0
 print(f"rank {rank} on {os.environ['SLURMD_NODENAME']} begins after step {step}", flush=True)
 if os.environ.get("FAILING"):
     sys.exit(int(os.environ["FAILING"]) if rank == "1" else 1)
-while step < 8 and not asked:
+
+
+def save():
+    if rank == "0":
+        latest.parent.mkdir(exist_ok=True)
+        latest.write_text(str(step))
+
+
+while step < int(os.environ.get("STEPS", "16")) and not asked:
     time.sleep(0.5)
     step += 1
     with open(run / f"steps_{rank}.txt", "a") as file:
         file.write(f"{step}\\n")
+    if step % 4 == 0:
+        save()
 print(f"rank {rank} ends after step {step}, {asked}", flush=True)
-if rank == "0":
-    latest.parent.mkdir(exist_ok=True)
-    latest.write_text(str(step))
+save()
 sys.exit(3 if asked else 0)
 """
 
@@ -69,9 +79,15 @@ class Jobs:
         environment.setdefault("NODE_CHECK", "{python} checks")
         return self.cluster.run(*words, str(SCRIPT), f"run.output_dir={run}", **environment).strip()
 
-    def wait(self, job: str, *, until: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+    def wait(
+        self,
+        job: str,
+        *,
+        until: Callable[[dict[str, str]], bool],
+        timeout_seconds: float = LONGEST_SECONDS,
+    ) -> dict[str, str]:
         try:
-            return self.cluster.wait_for_job(job, until=until, timeout_seconds=LONGEST_SECONDS)
+            return self.cluster.wait_for_job(job, until=until, timeout_seconds=timeout_seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said(job)}{self.cluster.text()}") from error
 
@@ -129,7 +145,7 @@ def test_the_signal_reaches_all_tasks_once_and_the_job_goes_on(jobs: Jobs, tmp_p
     first, second = starts(tmp_path, job)
     assert (first["exit_code"], first["requeue"], second["exit_code"]) == (3, True, 0)
     assert second["checkpoint_before"] == first["checkpoint_after"] != ""
-    assert steps_of(tmp_path) == list(range(1, 9))
+    assert steps_of(tmp_path) == list(range(1, 17))
     said = jobs.said(job)  # of both starts, in one file
     assert "start 1: " in said and "start 2: " in said and "slurm_job] done" in said
 
@@ -150,7 +166,7 @@ def test_cancelled_it_saves_and_stays_out_of_the_queue(jobs: Jobs, tmp_path: Pat
     found = jobs.wait(job, until=is_over)
     assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
     saved = (tmp_path / "checkpoints" / "latest").read_text()
-    assert int(saved) == steps_of(tmp_path)[-1] < 8
+    assert int(saved) == steps_of(tmp_path)[-1] < 16
     log = (tmp_path / "logs" / f"job_{job}.0" / "task_0003.txt").read_text()
     assert "SIGTERM" in log
 
@@ -184,14 +200,14 @@ def test_a_node_that_is_not_fit_is_left_out(jobs: Jobs, tmp_path: Path) -> None:
 def test_an_element_of_an_array_is_put_back_alone(jobs: Jobs, tmp_path: Path) -> None:
     """The last element has the array's own number."""
     array = jobs.submit(tmp_path, "--array=4-5%1", "--output=%A_%a.out")
-    jobs.wait_for_steps(tmp_path / "seed_4", steps=8)
+    jobs.wait_for_steps(tmp_path / "seed_4", steps=16)
     jobs.wait_for_steps(tmp_path / "seed_5", steps=2)
     jobs.cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_5")
     jobs.start_again_now(f"{array}_5")
     found = jobs.wait(f"{array}_5", until=is_over)
     assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1")
     assert jobs.cluster.job(f"{array}_4")["Restarts"] == "0"
-    assert steps_of(tmp_path / "seed_4") == steps_of(tmp_path / "seed_5") == list(range(1, 9))
+    assert steps_of(tmp_path / "seed_4") == steps_of(tmp_path / "seed_5") == list(range(1, 17))
 
 
 @full
@@ -207,3 +223,24 @@ def test_a_node_that_dies_takes_the_batch_script_with_it(jobs: Jobs, tmp_path: P
     finally:
         jobs.cluster.start_node("n1")
         jobs.cluster.wait_for_idle_nodes()
+
+
+@full
+def test_a_time_limit_is_survived_without_a_hand(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.submit(tmp_path, "--time=1", "--signal=B:USR1@30", STEPS="80")
+    found = jobs.wait(job, until=is_over, timeout_seconds=800)
+    assert found["JobState"] == "COMPLETED" and int(found["Restarts"]) >= 1, jobs.said(job)
+    assert {start["exit_code"] for start in starts(tmp_path, job)[:-1]} == {3}
+    assert steps_of(tmp_path) == list(range(1, 81))
+
+
+@full
+def test_a_limit_that_comes_before_the_state_is_saved(jobs: Jobs, tmp_path: Path) -> None:
+    """The tasks of the first start do not hear the signals: they are killed at the limit."""
+    job = jobs.submit(tmp_path, "--time=1", "--signal=B:USR1@10", STEPS="300", DEAF="1")
+    jobs.wait(job, until=lambda found: found["Restarts"] == "1", timeout_seconds=200)
+    first = starts(tmp_path, job)[0]
+    assert (first["exit_code"], first["requeue"]) == (137, True)
+    assert "the time limit came before the state was saved" in jobs.said(job)
+    assert int(first["checkpoint_after"]) >= 20
+    jobs.cluster.run("scancel", job)
