@@ -139,13 +139,21 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """SIGKILL to its slurmd and to whatever it has started, as where the power fails."""
-        self._daemons.pop(f"slurmd {node}").kill()
+        daemon = self._daemons.pop(f"slurmd {node}")
+        victims = set()
         for process in self._processes():
             with suppress(psutil.Error):
-                if process.environ().get("TEST_NODE") == node or (
-                    process.environ().get("SLURMD_NODENAME") == node
-                ):
-                    process.kill()
+                environment = process.environ()
+                if node in (environment.get("TEST_NODE"), environment.get("SLURMD_NODENAME")):
+                    victims.add(process)
+                    # A slurmstepd has written its title over its environment.
+                    above = process.parents()
+                    victims.update(p for p in above if p.name().startswith("slurmstepd"))
+        for send in (psutil.Process.suspend, psutil.Process.kill):  # none reports another's death
+            for process in victims:
+                with suppress(psutil.Error):
+                    send(process)
+        daemon.wait()
 
     def stop(self) -> None:
         """End the daemons and whatever they have started."""

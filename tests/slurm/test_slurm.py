@@ -6,6 +6,7 @@ minutes: give pytest --timeout=900.
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -51,6 +52,8 @@ class Bench:
     folder: Path
     check: str = "true"
     jobs: list[str] = field(default_factory=list)
+    first_step_seconds: float = 0.0
+    """From the submission to the end of the first step, on this machine as busy as it is."""
 
     def submit(self, run: Path, *options: str, slow: bool = False, interval_steps: int = 0) -> str:
         """The number of the job. `options`: of sbatch; slow: see REWARD."""
@@ -113,8 +116,15 @@ def whole(bench: Bench) -> Path:
     """A run that nothing interrupts."""
     run = bench.folder / "whole"
     began = time.monotonic()
-    found = bench.finish(run)
-    print(f"{STEPS} steps to the end: {time.monotonic() - began:.0f} s")
+    job = bench.submit(run)
+    bench.wait_for_steps(job, run, steps=1)
+    bench.first_step_seconds = time.monotonic() - began
+    found = bench.wait(job)
+    print(
+        f"first step after {bench.first_step_seconds:.0f} s, {STEPS} steps to the end: "
+        f"{time.monotonic() - began:.0f} s"
+    )
+    assert found["JobState"] == "COMPLETED", bench.said(job)
     assert found["Restarts"] == "0" and found["NodeList"] == "n[1-2]"
     return run
 
@@ -167,8 +177,10 @@ def test_two_tasks_on_each_of_two_nodes_run_to_the_end(bench: Bench, whole: Path
 @full
 def test_a_limit_that_is_too_short_is_survived_without_a_hand(bench: Bench, whole: Path) -> None:
     run = bench.folder / "short"
+    # The signal comes 60 to 90 s before it; in a slow start 40 steps take 160 s.
+    minutes = math.ceil((1.3 * bench.first_step_seconds + 100) / 60)
     began = time.monotonic()
-    found = bench.finish(run, "--time=3", "--signal=B:USR1@60", slow=True)
+    found = bench.finish(run, f"--time={minutes}", "--signal=B:USR1@60", slow=True)
     job = found["JobId"]
     print(f"{found['Restarts']} restarts, {time.monotonic() - began:.0f} s\n{bench.said(job)}")
     assert int(found["Restarts"]) >= 1
