@@ -72,10 +72,10 @@ class HostMemory:
         try:
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             segment = torch.frombuffer(pages, dtype=torch.uint8)
+            # A child would make pages copy-on-write, and the GPU write to the ones left behind.
+            pages.madvise(mmap.MADV_DONTFORK)
             if self._pin:
-                cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                code = cudart.cudaHostRegister(segment.data_ptr(), num_bytes, 0)
-                torch.cuda.check_error(int(code))
+                _register(segment)
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"offload: the host gives no {num_bytes / 1e9:.1f} GB of "
@@ -85,6 +85,14 @@ class HostMemory:
         self.num_allocations += 1
         self.num_bytes += num_bytes
         return segment
+
+
+def _register(segment: Tensor) -> None:
+    """Raises RuntimeError where CUDA does not pin it."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cudart.cudaHostRegister(segment.data_ptr(), segment.numel(), 0))
+    if code != 0:
+        raise RuntimeError(f"cudaHostRegister: error {code}")
 
 
 def _aligned(num_bytes: int) -> int:
