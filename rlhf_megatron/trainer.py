@@ -293,7 +293,7 @@ class Trainer:
             batch.response["values"] = values["values"]
         if experience is None:
             experience = self.maker.score(rollouts)
-            if experience.num_dropped:
+            if experience.num_dropped:  # the updates pack what is left of it anew
                 batch = experience.batch
                 values["last"] = values["last"][experience.kept.to(values["last"].device)]
                 plan = self.ppo.plan(batch, step=step)
