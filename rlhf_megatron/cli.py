@@ -13,10 +13,10 @@ TOOLS = {
     "convert-checkpoint": "convert_checkpoint",
     "inspect-checkpoint": "inspect_checkpoint",
     "plan-reshard": "plan_reshard",
-    "reward-server": "reward_server",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",
     "make-quickstart": "make_quickstart",
+    "reward-server": "reward_server",
 }
 
 USAGE = f"""usage: rlhf-megatron COMMAND ...
