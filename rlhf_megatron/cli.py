@@ -17,10 +17,10 @@ TOOLS = {
     "plan-reshard": "plan_reshard",
     "report": "report",
     "config-reference": "config_reference",
-    "reward-server": "reward_server",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",
     "make-quickstart": "make_quickstart",
+    "reward-server": "reward_server",
 }
 
 USAGE = f"""usage: rlhf-megatron COMMAND ...

@@ -56,8 +56,10 @@ class Rollouts:
     batch: RaggedBatch
     by_id: dict[int, PromptRow]
     prefix: str
+    samples: list[ScoringInput]
+    """What this rank scores of them."""
     pending: PendingScores | None
-    """Of this rank's samples; None where they are scored by the rank itself, in `score`."""
+    """Of `samples`; None where the rank itself scores them, in `score`."""
 
 
 class ExperienceMaker:
@@ -120,11 +122,12 @@ class ExperienceMaker:
                 num_bytes=batch.num_bytes - (part.num_bytes if part is not None else 0),
                 seconds=time.perf_counter() - begin,
             )
-        by_id = {row.prompt_id: row for row in rows}
-        pending = None
-        if isinstance(self._scorer, BackgroundScorer):
-            pending = self._scorer.start(self._samples(batch, by_id=by_id))
-        return Rollouts(batch=batch, by_id=by_id, prefix=prefix, pending=pending)
+            by_id = {row.prompt_id: row for row in rows}
+            samples = self._samples(batch, by_id=by_id)
+            pending = None
+            if isinstance(self._scorer, BackgroundScorer):
+                pending = self._scorer.start(samples)
+        return Rollouts(batch=batch, by_id=by_id, prefix=prefix, samples=samples, pending=pending)
 
     def score(self, rollouts: Rollouts) -> Experience:
         """The second half of `run`: each sample's reward, and the samples that have one.
@@ -204,7 +207,7 @@ class ExperienceMaker:
         Under "stop" they are dropped for now: all ranks have to know before any raises."""
         batch, pending, scorer = rollouts.batch, rollouts.pending, self._scorer
         scores = score_batch(
-            self._samples(batch, by_id=rollouts.by_id),
+            rollouts.samples,
             scorer=scorer if pending is None else lambda _: pending.result(),
             on_error="drop" if self._on_error == "stop" else self._on_error,
             error_value=self._error_value,

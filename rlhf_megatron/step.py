@@ -76,7 +76,7 @@ class TrainingStep:
         last_values = self._add_log_probs_and_values(batch, plan=plan[0])
         if experience is None:
             experience = self.maker.score(rollouts)
-            if experience.num_dropped:
+            if experience.num_dropped:  # the updates pack what is left of it anew
                 batch = experience.batch
                 last_values = last_values[experience.kept.to(last_values.device)]
                 plan = self.ppo.plan(batch, step=step)
