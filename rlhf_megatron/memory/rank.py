@@ -9,9 +9,9 @@ from rlhf_megatron.layout.sizes import num_parameters
 from rlhf_megatron.memory.activations import FP32_BYTES
 from rlhf_megatron.memory.host import HostMemory, host_memory
 from rlhf_megatron.memory.phases import CHECKPOINT, PHASES, RESHARD, SETUP, Awake, Phase
-from rlhf_megatron.memory.roles import RoleMemory
+from rlhf_megatron.memory.roles import RoleMemory, update_pass
 from rlhf_megatron.memory.rollout import EngineMemory, longest_tokens
-from rlhf_megatron.memory.training import BatchSizes, PassMemory, inference_pass, training_pass
+from rlhf_megatron.memory.training import BatchSizes, PassMemory, inference_pass
 
 SLACK_SHARE = 0.1
 """Of the tensors that come and go: what the caching allocator holds beside them; an estimate."""
@@ -190,17 +190,7 @@ class RankBuilder:
         sizes = self._batch[phase.role]
         if phase.activity == "inference":
             return inference_pass(role.model, sizes=sizes)
-        found = training_pass(role.model, sizes=sizes)
-        if role.optimizer_workspace <= found.total:
-            return found
-        return PassMemory(
-            activations=0,
-            recomputed=0,
-            logits=0,
-            workspace=role.optimizer_workspace,
-            batch=found.batch,
-            instant="optimizer step",
-        )
+        return update_pass(role, sizes=sizes)
 
     def _reward_workspace(self) -> Item:
         """A padded batch through a layer of the reward model, in float32."""

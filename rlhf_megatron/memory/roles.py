@@ -21,7 +21,7 @@ from rlhf_megatron.memory.parameters import (
 from rlhf_megatron.memory.phases import Part
 from rlhf_megatron.memory.rollout import itemsize_of
 from rlhf_megatron.memory.switches import OffloadChoice, RecomputeChoice
-from rlhf_megatron.memory.training import StageModel
+from rlhf_megatron.memory.training import BatchSizes, PassMemory, StageModel, training_pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +102,20 @@ def role_memory(setting: RoleSetting, *, rank: int, kernels: Kernels) -> RoleMem
             max(map(largest, chunks)) * FP32_BYTES if replicas > 1 and state else 0
         ),
         checkpoint_host=-(-state // replicas) * stored,
+    )
+
+
+def update_pass(role: RoleMemory, *, sizes: BatchSizes) -> PassMemory:
+    """What an update needs at most beside the role's lasting state: in its passes, or after them in
+    the optimizer's step."""
+    found = training_pass(role.model, sizes=sizes)
+    if role.optimizer_workspace <= found.total - found.batch:
+        return found
+    return PassMemory(
+        activations=0,
+        recomputed=0,
+        logits=0,
+        workspace=role.optimizer_workspace,
+        batch=found.batch,
+        instant="optimizer step",
     )
