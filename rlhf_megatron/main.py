@@ -110,7 +110,7 @@ def train(config: Config, *, architectures: Architectures) -> int:
 
         from rlhf_megatron.distributed.seeds import seed_everything
         from rlhf_megatron.doctor.at_start import check_machines
-        from rlhf_megatron.memory_report import planned_peaks, suggested
+        from rlhf_megatron.memory_report import planned_peaks, suggested, write_planned_peaks
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
         from rlhf_megatron.out_of_memory import OutOfMemoryReport
@@ -129,6 +129,7 @@ def train(config: Config, *, architectures: Architectures) -> int:
         point = find_resume_point(config, context=context)
         if context.rank == 0:
             open_run_folder(config, point=point)
+            write_planned_peaks(config, world_size=context.world_size)
             print(describe_batch(config, world_size=context.world_size), flush=True)
         dist.barrier()
         setup_logging(config.run.output_dir, rank=context.rank, hide=config.secrets.hide)

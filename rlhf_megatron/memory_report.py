@@ -1,5 +1,7 @@
 """The memory plan of a configuration: its models, the plan, and what would help."""
 
+import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,10 @@ from rlhf_megatron.memory.plan import Machine, MemoryPlan, RoleModels, plan_memo
 from rlhf_megatron.memory.report import describe_plan
 from rlhf_megatron.memory.suggestions import Advice, helpful_in, suggest
 
+logger = logging.getLogger(__name__)
+
+PLAN_FILE = "memory_plan.json"
+"""In the run's folder."""
 GPU_MEMORY_GB = 80.0
 """Of the GPU that is planned for where nothing is said."""
 
@@ -77,6 +83,28 @@ def planned_peaks(config: Config, *, world_size: int) -> dict[str, float]:
         for phase in rank.phases:
             peaks[phase.phase] = max(peaks.get(phase.phase, 0.0), phase.allocated / 1e9)
     return peaks
+
+
+def write_planned_peaks(config: Config, *, world_size: int) -> None:
+    """Write the plan beside the run's ledger, for its report; on rank 0 only. On a CPU nothing is
+    written: the ledger measures whole processes there. A plan that fails is a warning."""
+    if config.distributed.device == "cpu" or not on_gpu():
+        return
+    try:
+        peaks = planned_peaks(config, world_size=world_size)
+    except Exception as error:
+        logger.warning("no memory plan for the report: %r", error, exc_info=True)
+        return
+    phases = {phase: {"peak_gb": gb} for phase, gb in peaks.items()}
+    path = Path(config.run.output_dir) / PLAN_FILE
+    path.write_text(json.dumps({"phases": phases}, indent=1), encoding="utf-8")
+
+
+def on_gpu() -> bool:
+    """Whether this process sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def suggested(config: Config, *, phase: str, world_size: int) -> list[str]:

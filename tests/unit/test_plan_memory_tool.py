@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from test_tools_data import tool
 
-from rlhf_megatron import cli
+from rlhf_megatron import cli, memory_report
+from rlhf_megatron.config import Config, RunConfig
 from rlhf_megatron.dry_run import describe
 from rlhf_megatron.memory.report import PASS_KINDS
 from rlhf_megatron.memory_report import planned_peaks, suggested
+from rlhf_megatron.observability.report_data import read_runs
 from rlhf_megatron.validation import load_and_validate
 
 ROOT = Path(__file__).parents[2]
@@ -116,3 +118,18 @@ def test_the_message_of_a_run_out_of_memory_has_plan_and_suggestions(monkeypatch
 
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def test_the_plan_of_a_run_on_gpus_lies_beside_its_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report reads it; on a CPU there is none."""
+    monkeypatch.setattr(memory_report, "planned_peaks", lambda config, *, world_size: {"value": 2})
+    config = Config(run=RunConfig(output_dir=str(tmp_path)))
+    memory_report.write_planned_peaks(config, world_size=1)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(memory_report, "on_gpu", lambda: True)
+    (tmp_path / "metrics.jsonl").write_text("")
+    memory_report.write_planned_peaks(config, world_size=1)
+    (run,) = read_runs([tmp_path])
+    assert run.planned_gb == {"value": 2.0}
