@@ -52,11 +52,14 @@ def test_it_is_named_as_any_function() -> None:
 
 
 def test_a_comparison_that_takes_for_ever_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_seconds, _ = signal.getitimer(signal.ITIMER_REAL)  # pytest-timeout's, if any
     monkeypatch.setattr(math_answer, "LIMIT_SECONDS", 0.5)
     began = time.monotonic()
     assert reward(prompt="", response="$10^{10^{10}}$", answer="1") == 0.0
     assert time.monotonic() - began < 20.0
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    left_seconds, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert left_seconds <= before_seconds
+    assert (left_seconds > 0) == (before_seconds > 0)
 
 
 def test_it_works_on_other_threads() -> None:
