@@ -42,7 +42,8 @@ def main() -> int:
         is_flat &= growth <= options.bound
         print(
             f"rank {rank}: {begin:.4f} GB at step {min(after)}, {end:.4f} GB at step {max(after)}, "
-            f"{min(after.values()):.4f} to {max(after.values()):.4f} GB, growth {100 * growth:.2f} %"
+            f"{min(after.values()):.4f} to {max(after.values()):.4f} GB, "
+            f"growth {100 * growth:.2f} %"
         )
     return 0 if is_flat else 1
 
