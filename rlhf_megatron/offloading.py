@@ -74,7 +74,9 @@ class Offloader:
         """moves: False only counts; by default so on a CPU, whose memory is the host's."""
         self._config, self._device, self._ledger = config, device, ledger
         self._moves = device.type == "cuda" if moves is None else moves
-        self._copier = Copier(device, current_phase=lambda: ledger.current_phase or "")
+        self._copier = Copier(
+            device, current_phase=lambda: ledger.current_phase or ledger.last_phase or ""
+        )
         self._roles: dict[str, ModelEngine] = {}
         self._growth_gb: dict[str, float] = {}
         """Phase -> how far its last passage went beyond what it began with and was brought."""
@@ -115,7 +117,7 @@ class Offloader:
         lines = []
         for role, engine in self._roles.items():
             for kind, part in engine.memory.parts.items():
-                lines.append(f"{role}.{kind} {part.released_bytes / GB:.3f} GB")
+                lines.append(f"{role}.{kind} {part.size_bytes / GB:.3f} GB")
         counted = "" if self._moves else " (counted only: a CPU's memory is the host's)"
         return f"offload, on this rank: {', '.join(lines)}{counted}"
 

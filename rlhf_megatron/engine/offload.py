@@ -222,8 +222,8 @@ class OffloadedPart:
         self._copied: torch.cuda.Event | None = None
         self.is_here = True
         self.num_releases = 0
-        self.released_bytes = 0
-        """Freed by all releases so far."""
+        self.size_bytes = 0
+        """As of the last release."""
 
     @property
     def away_bytes(self) -> int:
@@ -243,7 +243,7 @@ class OffloadedPart:
         sizes = {name: storage.nbytes() for name, storage in storages.items()}
         self.is_here = False
         self.num_releases += 1
-        self.released_bytes += sum(sizes.values())
+        self.size_bytes = sum(sizes.values())
         if not self._moves:
             self._away = {storages[name]: (size, None) for name, size in sizes.items()}
             return

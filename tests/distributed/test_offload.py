@@ -278,6 +278,7 @@ def test_each_phase_has_what_it_needs_and_the_next_is_fetched_ahead(models):
     assert {r.purpose for r in found["records"]} == {"offload"}
     # Fetched while the critic was updated; written back when the update was over.
     assert by_direction["update_critic", "to_device"].bytes > 0
+    assert by_direction["update_actor", "to_host"].bytes > 0
     assert "counted only" not in found["text"]
 
 

@@ -57,7 +57,7 @@ def test_a_copy_is_made_only_of_what_may_have_changed():
     both = [("to_host", 400, "value"), ("to_device", 400, "value")]
     assert moved == [both, both[1:], both, both[1:]]
     assert torch.equal(tensor, torch.ones(100))
-    assert part.num_releases == 4 and part.released_bytes == 1600
+    assert part.num_releases == 4 and part.size_bytes == 400
 
 
 def test_gradients_come_back_as_zeros_without_a_copy():
