@@ -26,7 +26,7 @@ def page_after_scripts(path, *, folder):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
