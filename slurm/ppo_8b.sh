@@ -41,6 +41,8 @@
 
 set -euo pipefail
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "error: submit it: sbatch $0" >&2; exit 2; }
+# Until launch/slurm_job.py takes it, the signal must not end this script.
+trap '' USR1
 
 # Slurm runs a copy of this file: the checkout is where the original lies.
 original=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')

@@ -55,16 +55,16 @@ class BatchJob:
     """One start of a job. Made on the main thread, once: it takes over the signals."""
 
     def __init__(self, plan: JobPlan) -> None:
-        self._plan, self._allocation = plan, plan.allocation
-        self._scontrol = Scontrol(plan.allocation.job)
-        self._end_seconds = self._scontrol.end_seconds()
-        self._history = History(plan.run, job=plan.allocation.job)
-        self._bad_nodes = BadNodes(plan.bad_nodes)
         self._step: subprocess.Popen[bytes] | None = None
         self._asked_to_yield = False
         self._terminated_at = 0.0
         signal.signal(signal.SIGUSR1, self._yield)
         signal.signal(signal.SIGTERM, self._terminate)
+        self._plan, self._allocation = plan, plan.allocation
+        self._scontrol = Scontrol(plan.allocation.job)
+        self._end_seconds = self._scontrol.end_seconds()
+        self._history = History(plan.run, job=plan.allocation.job)
+        self._bad_nodes = BadNodes(plan.bad_nodes)
 
     def run(self) -> int:
         """All of it. Returns the exit code of the batch script."""

@@ -227,11 +227,11 @@ def test_a_node_that_dies_takes_the_batch_script_with_it(jobs: Jobs, tmp_path: P
 
 @full
 def test_a_time_limit_is_survived_without_a_hand(jobs: Jobs, tmp_path: Path) -> None:
-    job = jobs.submit(tmp_path, "--time=1", "--signal=B:USR1@30", STEPS="80")
+    job = jobs.submit(tmp_path, "--time=2", "--signal=B:USR1@30", STEPS="220")
     found = jobs.wait(job, until=is_over, timeout_seconds=800)
     assert found["JobState"] == "COMPLETED" and int(found["Restarts"]) >= 1, jobs.said(job)
     assert {start["exit_code"] for start in starts(tmp_path, job)[:-1]} == {3}
-    assert steps_of(tmp_path) == list(range(1, 81))
+    assert steps_of(tmp_path) == list(range(1, 221))
 
 
 @full
