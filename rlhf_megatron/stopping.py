@@ -168,6 +168,11 @@ class StopAgreement:
     def step_ends(self) -> None:
         self._may_abandon = False
 
+    def step_abandoned(self, why: str) -> None:
+        """The step was given up; the run stops, for `why` where nobody had asked for it."""
+        self._may_abandon = False
+        self.reason = self.reason or why
+
     def phase_entered(self, *, step: int, phase: str) -> None:
         if phase in _UPDATES:
             self._may_abandon = False

@@ -232,7 +232,7 @@ class Trainer:
             try:
                 outcome = self.step.run(step)
             except StepAbandoned as abandoned:
-                self.stop.reason = self.stop.reason or str(abandoned)
+                self.stop.step_abandoned(str(abandoned))
                 self.checkpointer.stop()
             self.stop.step_ends()
             self.output.responses(outcome.experience, step=step)

@@ -344,7 +344,8 @@ def test_a_killed_server_under_drop_leaves_nothing_and_the_run_stops(
     files: Path, tmp_path: Path
 ) -> None:
     with Server(f"{files}/rewards.py:score") as server:
-        words = two_ranks(files, tmp_path, **remote(server, reward__on_error="drop"))
+        changes = {"reward__on_error": "drop", "checkpoint__asynchronous": False}
+        words = two_ranks(files, tmp_path, **remote(server, **changes))
         kill = KillServer(phase="rollout", step=2, pid=server.process.pid)
         job = Job(words, logs=tmp_path / "logs", world_size=2, trigger=kill)
         assert job.wait() == [2, 2], job.text()
