@@ -40,6 +40,8 @@ _RATES = ("actor.optimizer.learning_rate", "critic.optimizer.learning_rate")
 _CLIP = ("ppo.clip_ratio_low", "ppo.clip_ratio_high")
 _TENSOR = ("actor.parallel.tensor_model_parallel_size",)
 _PIPELINE = ("actor.parallel.pipeline_model_parallel_size",)
+_RECOMPUTE = ("actor.recompute.granularity", "critic.recompute.granularity")
+_OPTIMIZER = ("actor.offload_optimizer", "critic.offload_optimizer")
 _BY_TOKENS = "micro-batches are packed by tokens"
 _SAMPLES = "counts samples (responses) over all ranks"
 _PROMPTS = "counts prompts"
@@ -172,18 +174,16 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "reward_model.model.path": _of("verl", "reward.model"),
     "custom_reward_function": _of("verl", "reward.function", remark="FILE.py:NAME"),
     "ref_reward_offload": _of("OpenRLHF", "ref.offload"),
-    "gradient_checkpointing": _of(
-        "TRL and OpenRLHF", "actor.recompute.granularity", "critic.recompute.granularity"
-    ),
-    "enable_gradient_checkpointing": _of(
-        "verl", "actor.recompute.granularity", "critic.recompute.granularity"
-    ),
-    "activations_checkpoint_granularity": _of(
-        "NeMo", "actor.recompute.granularity", "critic.recompute.granularity"
-    ),
-    "recompute_granularity": _of(
-        "Megatron-LM", "actor.recompute.granularity", "critic.recompute.granularity"
-    ),
+    "gradient_checkpointing": _of("TRL and OpenRLHF", *_RECOMPUTE),
+    "enable_gradient_checkpointing": _of("verl", *_RECOMPUTE),
+    "activations_checkpoint_granularity": _of("NeMo", *_RECOMPUTE),
+    "recompute_granularity": _of("Megatron-LM", *_RECOMPUTE),
+    "adam_offload": _of("OpenRLHF", *_OPTIMIZER),
+    "offload_adam_states": _of("NeMo-Aligner", *_OPTIMIZER),
+    "optimizer_offload": _of("verl", *_OPTIMIZER),
+    "grad_offload": _of("verl", "actor.offload_gradients", "critic.offload_gradients"),
+    "param_offload": _of("verl", "actor.offload_weights", "critic.offload_weights", "ref.offload"),
+    "remote_rm_url": _of("OpenRLHF", "reward.remote.endpoints", remark="a list of addresses"),
     "bf16": _of("TRL and Megatron-LM", "actor.precision"),
     "dtype": _of("verl", "actor.precision"),
     # optimizer

@@ -45,8 +45,12 @@ def by_name(path: Path) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "config.md"], ids=by_name)
 def test_keys_exist(page: Path) -> None:
-    found = {key for code in code_of(page) for key in keys_in(code)}
+    code = [*code_of(page)]
+    found = {key for text in code for key in keys_in(text)}
     assert sorted(key for key in found if not exists(key)) == []
+    sections = set(sections_of(Config))
+    given = [key for text in code for key in keys_in(text) if f"{key}=" in text]
+    assert sorted(sections.intersection(given)) == [], "a section takes no value"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
