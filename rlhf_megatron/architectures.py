@@ -17,6 +17,7 @@ from rlhf_megatron.layout.architecture import (
 )
 from rlhf_megatron.validation_model import validate_model
 
+PROFILES = "profiles"
 STAND_INS = Path("models")
 """Folder beside the configurations: models/NAME/config.json."""
 
@@ -45,10 +46,10 @@ class FoundModel:
 
 
 def stand_in_folders(config_files: Sequence[str | Path] = ()) -> tuple[Path, ...]:
-    """Where stand-ins may lie: beside the given configurations or one folder above (profiles), and
-    in the repository's configs/."""
+    """Where stand-ins may lie: beside the given configurations, above a folder of profiles, and in
+    the repository's configs/."""
     folders = [Path(path).resolve().parent for path in config_files]
-    above = [folder.parent for folder in folders]
+    above = [folder.parent for folder in folders if folder.name == PROFILES]
     candidates = [folder / STAND_INS for folder in (*folders, *above, REPOSITORY_CONFIGS)]
     return tuple(dict.fromkeys(folder for folder in candidates if folder.is_dir()))
 

@@ -9,6 +9,7 @@ caught by torch and ends the process: `RoleMemory.assert_here` guards the entrie
 
 import mmap
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class HostMemory:
             pages.madvise(mmap.MADV_DONTFORK)
             if self._pin:
                 _register(segment)
+                # Pages that are unmapped while they are registered spoil what is mapped there next.
+                weakref.finalize(self, _unregister, segment).atexit = False
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"offload: the host gives no {num_bytes / 1e9:.1f} GB of "
@@ -93,6 +96,13 @@ def _register(segment: Tensor) -> None:
     code = int(cudart.cudaHostRegister(segment.data_ptr(), segment.numel(), 0))
     if code != 0:
         raise RuntimeError(f"cudaHostRegister: error {code}")
+
+
+def _unregister(segment: Tensor) -> None:
+    """Holds the pages until CUDA has let go of them."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(segment.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def _aligned(num_bytes: int) -> int:

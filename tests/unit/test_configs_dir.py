@@ -25,6 +25,7 @@ PROFILES = sorted(CONFIGS.glob("profiles/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*/config.json"))
 
 BILLIONS = {
+    "Llama-2-13b": 13.02,
     "Llama-3.2-1B": 1.24,
     "Llama-3.1-8B": 8.03,
     "Qwen2.5-32B": 32.76,
@@ -108,6 +109,8 @@ def test_profiles_go_with_every_preset(profile: Path) -> None:
     for preset in PRESETS:
         if not preset.stem.startswith("ppo_"):
             continue
+        if (profile.stem, preset.stem) == ("long_responses", "ppo_13b_2gpu"):
+            continue  # Llama 2 has a context of 4096 tokens
         paths = [str(preset), str(profile)]
         config = load_and_validate(paths, world_size=world_size_of(preset), check_paths=False)
         assert config != load_config(paths[:1]), "the profile changes nothing"

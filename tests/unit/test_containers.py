@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
@@ -154,5 +155,5 @@ def test_the_gpu_set_fits_the_image_and_setup_py() -> None:
     assert needed is not None
     for text in re.findall(r'"([^"]+)"', needed.group(1)):
         requirement = Requirement(text)
-        pin = next(iter(found[requirement.name].specifier)).version
+        pin = next(iter(found[canonicalize_name(requirement.name)].specifier)).version
         assert requirement.specifier.contains(pin), text

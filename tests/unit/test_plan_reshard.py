@@ -104,7 +104,7 @@ def test_text_and_picture(model: Path, tmp_path: Path, capsys) -> None:
         ({"--train": "tp=2,order=tp-dp"}, "must name tp, dp and pp"),
         ({"--rollout": "tp=8"}, "does not divide the 2 ranks"),
         ({"--rollout": "tp=0"}, "must be a whole number of 1 or more"),
-        ({"--model": "nowhere"}, "no such file"),
+        ({"--model": "nowhere"}, "nowhere: no such directory"),
         ({"--gpus-per-node": "0"}, "must be 1 or more"),
         ({"--bucket-mb": "nan"}, "must be above 0"),
         ({"--plot": "nowhere/a.png"}, "there is no such folder"),
