@@ -172,10 +172,12 @@ class Cluster:
 
     def _processes(self) -> Iterator[psutil.Process]:
         """All that was started by this cluster's daemons."""
+        own = os.fsencode(f"SLURM_CONF={self.configuration}")
         for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                conf = process.environ().get("SLURM_CONF")
-                if conf == str(self.configuration) and process.pid != os.getpid():
+            with suppress(psutil.Error, OSError):
+                # As bytes: a slurmstepd has written its title over a part of its environment.
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if process.pid != os.getpid() and own in environment:
                     yield process
 
     def _write_configuration(self) -> None:
