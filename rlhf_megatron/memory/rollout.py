@@ -87,7 +87,7 @@ def engine_memory(
     context = ENGINE_CONTEXT_BYTES if on_gpu else 0
     workspace = _workspace_bytes(config, arch=arch, gpu_memory_bytes=gpu_memory_bytes)
     block = rollout.block_size or (GPU_BLOCK_TOKENS if on_gpu else CPU_BLOCK_TOKENS)
-    asks_for = ceil(rollout.gpu_memory_utilization * gpu_memory_bytes) if on_gpu else 0
+    asks_for = ceil(rollout.gpu_memory_utilization * (gpu_memory_bytes or 0))
     if rollout.kv_cache_memory_gb > 0:
         kv_cache = int(rollout.kv_cache_memory_gb * 1e9)
     elif on_gpu:
