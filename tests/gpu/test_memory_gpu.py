@@ -227,6 +227,7 @@ def test_the_whole_array_of_logits_never_exists(context, dtype):
 def test_recompute_keeps_less_and_gives_the_same_gradients(context, model_dir, spec):
     ways = {
         "none": RecomputeConfig(),
+        "again": RecomputeConfig(),
         "selective": RecomputeConfig(granularity="selective"),
         "full_4": RecomputeConfig(granularity="full", num_layers=4),
         "full": RecomputeConfig(granularity="full"),
@@ -248,8 +249,10 @@ def test_recompute_keeps_less_and_gives_the_same_gradients(context, model_dir, s
     assert peaks["selective"] <= peaks["none"] * 1.1
     for way in ways:
         for name, expected in gradients["none"].items():
+            # bf16 kernels that add by atomics do not give the same twice.
+            noise = (gradients["again"][name] - expected).norm()
             difference = (gradients[way][name] - expected).norm()
-            assert difference <= 1e-3 * expected.norm() + 1e-6, (way, name)
+            assert difference <= 3 * noise + 1e-3 * expected.norm() + 1e-6, (way, name, noise)
 
 
 def test_running_out_says_where_and_of_what(context, model_dir, tmp_path):
