@@ -17,6 +17,7 @@ Prints, and with --json writes, the seconds of the slowest rank and the ratios o
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -212,6 +213,8 @@ def measure_rank(options: argparse.Namespace) -> int:
 
     def body(context: Any, channel: object) -> None:
         bench = Bench(options.folder, context=context)
+        gc.collect()
+        gc.freeze()  # as the trainer does
         rounds = []
         for number in range(options.rounds):
             rounds.append(measure_round(bench))
