@@ -187,9 +187,9 @@ def inference_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     """Forward without gradients over a step's micro-batches."""
     layer = model.layer(sizes.micro_tokens)
     batch = _batch_bytes(sizes.step_tokens, fields=0)
-    ends = 1
-    if model.layout.pipeline_model_parallel_size > 1:  # what was received last, or sent
-        ends += model.layout.virtual_pipeline_model_parallel_size - model.is_last
+    # The layer's input; what was sent last, and of stages that also receive, that as well.
+    sends = not model.is_last or model.layout.virtual_pipeline_model_parallel_size > 1
+    ends = 1 + sends + (sends and not model.is_first)
     streams = (
         ends * layer.stream + layer.tokens * layer.head_dim * FP32_BYTES + packing_saved(layer)
     )

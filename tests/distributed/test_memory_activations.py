@@ -177,7 +177,7 @@ CASES = [
     Case(shape=Shape(tp=2, sp=True), head="value"),
     Case(shape=Shape(pp=2)),
     Case(shape=Shape(pp=2), recompute="full", precision="bf16"),
-    Case(shape=Shape(pp=4)),
+    Case(shape=Shape(pp=4), changes=(("num_hidden_layers", 8),)),
     Case(shape=Shape(pp=2, vpp=2)),
     Case(shape=Shape(tp=2, pp=2, sp=True)),
 ]

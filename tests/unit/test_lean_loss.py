@@ -100,12 +100,12 @@ def test_bf16_gradients_are_as_near_to_float32_as_whole_bf16_logits_give():
 
 
 def test_the_whole_array_never_exists():
-    """The benchmark's default, 8192 tokens x 131072 words with chunks of 128 MiB, at a quarter of
+    """The benchmark's default, 8192 tokens x 131072 words with chunks of 128 MiB, at half of
     the tokens and words and narrow hidden states, to be quick."""
     if not reset_peak(torch.device("cpu")):
         pytest.skip("the kernel keeps no peak that can be reset")
     command = [sys.executable, "benchmarks/lean_loss.py", "--device=cpu", "--hidden=16"]
-    command += ["--tokens=2048", "--vocabulary=32768", f"--chunk-bytes={CHUNK_BYTES // 16}"]
+    command += ["--tokens=4096", "--vocabulary=65536", f"--chunk-bytes={CHUNK_BYTES // 4}"]
     text = subprocess.run(
         command,
         cwd=ROOT,
@@ -115,5 +115,5 @@ def test_the_whole_array_never_exists():
     )
     assert text.returncode == 0, text.stderr
     found = json.loads(text.stdout)
-    assert found["whole_bytes"] == 4 * 2048 * 32768
+    assert found["whole_bytes"] == 4 * 4096 * 65536
     assert 0.01 < found["share"] <= 1 / 8
