@@ -197,11 +197,14 @@ def test_the_start_on_a_gpu_redirects_nothing_and_takes_nccl(monkeypatch):
     monkeypatch.setattr(
         start_module.dist, "init_process_group", lambda backend, **_: begun.append(backend)
     )
+    # The other ranks, and the store that rank 0 would hold, are not there.
+    monkeypatch.setattr(start_module, "_job_store", lambda rank, *, timeout: dist.HashStore())
+    monkeypatch.setattr(start_module, "call_roll", lambda store, **_: begun.append("roll call"))
     values = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
     for name, value in (values | {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}).items():
         monkeypatch.setenv(name, str(value))
     context = start_module.start(DistributedConfig())
-    assert begun == [torch.device("cuda", 1), "cpu:gloo,cuda:nccl"]
+    assert begun == [torch.device("cuda", 1), "roll call", "cpu:gloo,cuda:nccl"]
     assert context.device == torch.device("cuda", 1) and context.is_cuda
     assert context.node_of(1) == 0 and context.node_of(context.rank) == 1
     assert not is_redirected()
