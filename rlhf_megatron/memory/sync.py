@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 
 from rlhf_megatron.layout.architecture import ModelArchitecture
+from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.hf import hf_layout
 from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.layout.vllm import vllm_rank_layout
+from rlhf_megatron.memory.parameters import Shapes, physical_shapes
 from rlhf_megatron.reshard.engines import propose_engines
+from rlhf_megatron.reshard.messages import DIRECT_BYTES, make_exchange, packed_numel
 from rlhf_megatron.reshard.minimum import Away
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, RankPlan, make_plan
 
@@ -71,13 +75,32 @@ def transfer_buffers(
     )
     in_flight = min(BUCKETS_IN_FLIGHT, plan.num_buckets)
     return {
-        rank: in_flight * itemsize * _largest_buckets(mine) for rank, mine in plan.by_rank.items()
+        rank: in_flight
+        * itemsize
+        * _packed_numel(
+            mine,
+            source=_shapes(source.get(rank, ())),
+            target=_shapes(target.get(rank, ())),
+            direct_numel=DIRECT_BYTES // itemsize,
+        )
+        for rank, mine in plan.by_rank.items()
     }
 
 
-def _largest_buckets(plan: RankPlan) -> int:
-    """Elements of the largest bucket that is sent and of the largest that is received."""
-    return sum(
-        max((sum(t.box.numel for t in bucket) for bucket in buckets), default=0)
-        for buckets in (plan.sends, plan.receives)
+def _shapes(layout: RankLayout) -> Shapes:
+    return physical_shapes(layout, padded_names=(), padded_rows=0)
+
+
+def _packed_numel(plan: RankPlan, *, source: Shapes, target: Shapes, direct_numel: int) -> int:
+    """Elements that are packed in the largest bucket that is sent and in the largest received."""
+    exchanges = [
+        make_exchange(
+            sends, receives=receives, position=lambda rank: rank, direct_numel=direct_numel
+        )
+        for sends, receives in zip(plan.sends, plan.receives, strict=True)
+    ]
+    sent = (packed_numel(e.sends, view_of=attrgetter("source"), shapes=source) for e in exchanges)
+    received = (
+        packed_numel(e.receives, view_of=attrgetter("target"), shapes=target) for e in exchanges
     )
+    return max(sent, default=0) + max(received, default=0)

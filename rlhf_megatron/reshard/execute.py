@@ -10,21 +10,16 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.reshard.messages import DIRECT_BYTES, Message, make_exchange
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, ReshardPlan, Transfer
-from rlhf_megatron.reshard.strips import Strip, join
+from rlhf_megatron.reshard.strips import join
 
 logger = logging.getLogger("rlhf_megatron.reshard")
-
-DIRECT_BYTES = 1 << 19
-"""A strip from this size on is a message of its own. Smaller ones would cost more as messages than
-to be packed: two H200s reach 356 GB/s in large sends and 6 in sends of 128 KiB."""
 
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Parameters by name, or what returns them, asked in each run. Their storage may move between runs.
@@ -44,27 +39,6 @@ class ReshardStats:
     """Buckets exchanged."""
     buffer_bytes: int
     """Of all transfer buffers."""
-
-
-@dataclass(frozen=True)
-class _Message:
-    """What two ranks exchange at once: one large strip, or all small ones of a bucket."""
-
-    peer: int
-    """Global rank."""
-    strips: list[Strip]
-
-    @property
-    def numel(self) -> int:
-        return sum(strip.numel for strip in self.strips)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """One bucket."""
-
-    sends: list[_Message]
-    receives: list[_Message]
 
 
 @dataclass(frozen=True)
@@ -152,15 +126,15 @@ class Resharder:
         self._dtype, self._device = dtype, device
         self._minimum_bytes = plan.minimum_bytes.get(rank, 0)
         self._debug = os.environ.get("RLHF_MEGATRON_DEBUG") == "1"
-        ranks = dist.get_process_group_ranks(group)
+        position = {r: index for index, r in enumerate(dist.get_process_group_ranks(group))}
         mine = plan.by_rank.get(rank)
         self._copies = join(mine.copies if mine else [])
         empty: list[list[Transfer]] = [[] for _ in range(plan.num_buckets)]
         self._exchanges = [
-            _exchange(
+            make_exchange(
                 sends,
                 receives=receives,
-                ranks=ranks,
+                position=position.__getitem__,
                 direct_numel=direct_bytes // plan.itemsize_bytes,
             )
             for sends, receives in zip(
@@ -256,7 +230,7 @@ class Resharder:
                 value = value.to(self._dtype)
             place.copy_(value)
 
-    def _parcel(self, message: _Message, *, views: list[Tensor]) -> _Parcel:
+    def _parcel(self, message: Message, *, views: list[Tensor]) -> _Parcel:
         flat = [view.view(-1) if view.is_contiguous() else view for view in views]
         is_direct = len(flat) == 1 and flat[0].dim() == 1 and flat[0].dtype == self._dtype
         return _Parcel(message.peer, message.numel, flat, is_direct)
@@ -363,38 +337,3 @@ def _slots(parcel: _Parcel, *, message: Tensor) -> list[tuple[Tensor, Tensor]]:
         (slot if view.dim() == 1 else slot.view(view.shape), view)
         for slot, view in zip(slots, parcel.views, strict=True)
     ]
-
-
-def _exchange(
-    sends: list[Transfer], *, receives: list[Transfer], ranks: list[int], direct_numel: int
-) -> _Exchange:
-    """Both ends of a message make it of the same transfers, in the same order."""
-    position = {rank: index for index, rank in enumerate(ranks)}
-    return _Exchange(
-        sends=_messages(
-            join(sorted(sends, key=lambda transfer: position[transfer.dst])),
-            peer_of=attrgetter("dst"),
-            direct_numel=direct_numel,
-        ),
-        receives=_messages(
-            join(sorted(receives, key=lambda transfer: position[transfer.src])),
-            peer_of=attrgetter("src"),
-            direct_numel=direct_numel,
-        ),
-    )
-
-
-def _messages(
-    strips: list[Strip], *, peer_of: Callable[[Strip], int], direct_numel: int
-) -> list[_Message]:
-    messages = []
-    for peer, group in groupby(strips, key=peer_of):
-        small = []
-        for strip in group:
-            if strip.numel >= direct_numel:
-                messages.append(_Message(peer, [strip]))
-            else:
-                small.append(strip)
-        if small:
-            messages.append(_Message(peer, small))
-    return messages

@@ -7,11 +7,14 @@ single strided copy.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import mul
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlhf_megatron.reshard.plan import Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class View:
     count: int
     step: int
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def of(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
         """The elements as [count, *shape]; without the first axis where count is 1. Only for a
         parameter that `lies_in` holds for."""
         parameter = tensors[self.parameter]
@@ -37,7 +40,18 @@ class View:
             (self.count, *self.shape), (self.step * strides[0], *strides), offset
         )
 
-    def lies_in(self, tensors: Mapping[str, Tensor]) -> bool:
+    def lies_in_one_piece(self, parameter_shape: Sequence[int]) -> bool:
+        """Whether the elements follow one another in a contiguous parameter of that shape."""
+        strides = [prod(parameter_shape[axis + 1 :]) for axis in range(len(parameter_shape))]
+        expected = 1
+        axes = [(self.count, self.step * strides[0]), *zip(self.shape, strides, strict=True)]
+        for size, stride in reversed(axes):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def lies_in(self, tensors: "Mapping[str, Tensor]") -> bool:
         """Whether the parameter is there, and large enough."""
         parameter = tensors.get(self.parameter)
         if parameter is None or parameter.dim() != len(self.shape):

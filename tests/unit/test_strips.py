@@ -10,7 +10,7 @@ from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.layout.vllm import vllm_layouts
 from rlhf_megatron.reshard.plan import Transfer, make_plan
-from rlhf_megatron.reshard.strips import join
+from rlhf_megatron.reshard.strips import View, join
 
 ROWS, COLUMNS = 40, 7
 
@@ -85,3 +85,23 @@ def test_a_layer_takes_one_copy_a_tensor_whatever_its_kv_heads():
     assert len(copies) > 36 * arch.num_layers
     # q, k, v, o, gate with up, down and two norms a layer; embedding, norm and output beside
     assert len(join(copies)) == 8 * arch.num_layers + 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3).flatmap(
+        lambda shape: st.tuples(
+            st.just(tuple(shape)), st.tuples(*(st.integers(1, size) for size in shape))
+        )
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_what_lies_in_one_piece_is_what_torch_calls_contiguous(shapes, count, gap):
+    parameter, region = shapes
+    step = region[0] * gap
+    rows = step * (count - 1) + region[0]
+    tensor = torch.zeros(max(rows, parameter[0]), *parameter[1:])
+    view = View("a", (0,) * len(region), region, count, step)
+    assert view.lies_in({"a": tensor})
+    assert view.lies_in_one_piece(tensor.shape) == view.of({"a": tensor}).is_contiguous()
