@@ -1,5 +1,6 @@
 """The distributed start: device, backend, rendezvous, and a clean end."""
 
+import ctypes
 import multiprocessing
 import os
 import socket
@@ -162,9 +163,14 @@ def _job_store(rank: int, *, timeout: timedelta) -> Store:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give what torch's allocator holds without using it back to the GPU."""
+    """Give back what is held without being used: torch's allocator to the GPU, or on a CPU the C
+    library to the system, which else keeps a heap as large as the most that any step has needed."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def finish(exit_code: int) -> None:
