@@ -1,6 +1,5 @@
 """Out of memory: one message that says where, what lies there, and what would help."""
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from rlhf_megatron.errors import JobError
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.observability.ledger import PhaseLedger
 from rlhf_megatron.observability.memory import memory_use
-from rlhf_megatron.observability.tensors import largest_tensors
+from rlhf_megatron.observability.tensors import largest_tensors, live_objects
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ def named_tensors() -> dict[str, Tensor]:
 
 
 def _objects(kind: type[_T]) -> Iterable[_T]:
-    return [thing for thing in gc.get_objects() if type(thing) is kind]
+    return [thing for thing in live_objects() if type(thing) is kind]
 
 
 def _room(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +46,21 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def live_objects() -> list[Any]:
+    """What Python's collector knows of, with what the trainer has frozen for it."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    found = gc.get_objects()
+    if was_frozen:
+        gc.freeze()
+    return found
+
+
 def _tensors(device: torch.device) -> list[Tensor]:
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some lazy modules warn where they are looked at
-        for thing in gc.get_objects():
+        for thing in live_objects():
             try:
                 if isinstance(thing, Tensor) and thing.device.type == device.type and _key(thing):
                     found.append(thing)

@@ -1,5 +1,7 @@
 """The out-of-memory report: what counts as one, and what it says with a planner behind it."""
 
+import gc
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.errors import JobError
 from rlhf_megatron.observability.ledger import PhaseLedger
-from rlhf_megatron.observability.tensors import largest_tensors
+from rlhf_megatron.observability.tensors import largest_tensors, live_objects
 from rlhf_megatron.out_of_memory import OutOfMemoryReport, is_out_of_memory
 
 CPU = torch.device("cpu")
@@ -112,3 +114,14 @@ def test_largest_tensors_are_named_and_views_counted_once():
         CPU, count=1, names=lambda: {"actor weights: a": views[0], "actor weights: b": views[1]}
     )
     assert line.endswith("float32 [40000000]  actor weights (2 tensors)")
+
+
+def test_what_is_frozen_for_the_collector_is_found_and_stays_frozen() -> None:
+    kept = [torch.zeros(3, 5)]
+    gc.freeze()
+    try:
+        assert not any(thing is kept[0] for thing in gc.get_objects())
+        assert any(thing is kept[0] for thing in live_objects())
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
