@@ -119,7 +119,7 @@ def this_machine(world_size: int) -> Machine:
     """Where this process runs."""
     import torch
 
-    size = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    size = torch.cuda.mem_get_info()[1] if on_gpu() else None
     return Machine(
         world_size=world_size,
         gpu_memory_bytes=size,

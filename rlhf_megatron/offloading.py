@@ -8,6 +8,7 @@ import torch
 from rlhf_megatron.config import Config
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.engine.offload import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Copier
+from rlhf_megatron.faults_config import PHASES
 from rlhf_megatron.observability.ledger import PhaseLedger, PhaseRecord
 from rlhf_megatron.observability.memory import GB, memory_use
 
@@ -24,18 +25,7 @@ NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Phase -> role and kinds. All others need nothing on the device: a checkpoint reads the host's
 copies (ModelEngine.memory.readable)."""
 
-ORDER = (
-    "rollout",
-    "reward",
-    "sleep",
-    "log_prob",
-    "ref_log_prob",
-    "value",
-    "advantage",
-    "update_critic",
-    "update_actor",
-    "reshard",
-)
+ORDER = PHASES[PHASES.index("rollout") : PHASES.index("reshard") + 1]
 """Of a step's phases."""
 
 ROOM_USED = 0.9

@@ -6,6 +6,7 @@ from rlhf_megatron.doctor.facts import (
     BandwidthFacts,
     JobFacts,
     NodeFacts,
+    RankFacts,
     gigabytes,
     grouped,
     nodes_in_words,
@@ -78,7 +79,7 @@ def _names(job: JobFacts) -> Iterator[Finding]:
 
 
 def _unique_names(job: JobFacts) -> Iterator[Finding]:
-    boots = {node.number: _boot_id(node, job=job) for node in job.nodes}
+    boots = {node.number: _first_rank(node, job=job).boot_id for node in job.nodes}
     problems = 0
     for name, nodes in grouped(job.nodes, by=lambda node: node.hostname).items():
         machines = {boots[node.number] for node in nodes}
@@ -98,14 +99,14 @@ def _unique_names(job: JobFacts) -> Iterator[Finding]:
         yield good("host names", f"{len(job.nodes)} different ones")
 
 
-def _boot_id(node: NodeFacts, *, job: JobFacts) -> str:
-    return next(rank.boot_id for rank in job.ranks if job.node_of(rank) is node)
+def _first_rank(node: NodeFacts, *, job: JobFacts) -> RankFacts:
+    return next(rank for rank in job.ranks if job.node_of(rank) is node)
 
 
 def _clock(job: JobFacts) -> Iterator[Finding]:
     if len(job.nodes) == 1:
         return
-    first = {node.number: _first_clock(node, job=job) for node in job.nodes}
+    first = {node.number: _first_rank(node, job=job).clock_seconds for node in job.nodes}
     times = sorted(first.values())
     middle = times[len(times) // 2]
     skew, limit = times[-1] - times[0], job.needs.config.max_clock_skew_seconds
@@ -121,10 +122,6 @@ def _clock(job: JobFacts) -> Iterator[Finding]:
         expected=expected,
         way_out="start chrony or ntpd there: time limits, logs and file times go by the clocks",
     )
-
-
-def _first_clock(node: NodeFacts, *, job: JobFacts) -> float:
-    return next(rank.clock_seconds for rank in job.ranks if job.node_of(rank) is node)
 
 
 def _bandwidth(measured: BandwidthFacts, *, job: JobFacts) -> Iterator[Finding]:
