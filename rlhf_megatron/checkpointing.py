@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from rlhf_megatron.checkpoint.compat import SavePlans
 from rlhf_megatron.checkpoint.hf_config_write import write_config_files
 from rlhf_megatron.checkpoint.host_buffers import HostBuffers
 from rlhf_megatron.checkpoint.manifest import (
@@ -86,6 +87,10 @@ class Checkpointer:
         self._buffers = {
             name: HostBuffers(device=context.device) for name in (*run.roles, REFERENCE)
         }
+        directories = [f"{name}/{part}" for name in run.roles for part in ("weights", OPTIMIZER)]
+        if run.ref is not None:
+            directories.append(f"{REFERENCE}/weights")
+        self._plans = {name: SavePlans() for name in directories}
         self._small: dict[str, Any] = {}
         """Parts and generators as they were after the last step: a step that is abandoned has
         changed nothing else."""
@@ -199,11 +204,10 @@ class Checkpointer:
 
     def _begin_save(self) -> tuple[TrainingSave, TrainingManifest, dict[str, Any]]:
         engines, ref = self._run.roles, self._run.ref
-        directories = [f"{name}/{part}" for name in engines for part in ("weights", OPTIMIZER)]
         save = TrainingSave(
             self._checkpoints,
             step=self._step,
-            directories=[*directories, f"{REFERENCE}/weights"] if ref else directories,
+            plans=self._plans,
             num_bytes=sum(_state_bytes(engine) for engine in engines.values()),
             group=self._group,
             rank=self._rank,

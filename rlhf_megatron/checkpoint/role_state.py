@@ -51,11 +51,12 @@ class _Held:
     """Data-parallel rank."""
 
 
-def _held(model: RoleModel) -> Iterator[_Held]:
+def _held(model: RoleModel, *, state: dict[str, Any] | None = None) -> Iterator[_Held]:
+    """state: the model's sharded_state_dict, where it is at hand."""
     replicas = model.groups.layout.data_parallel_size
     number = 0
-    for chunk, state in sharded_state_dict(model).items():
-        for name, entry in state.items():
+    for chunk, entries in (state or sharded_state_dict(model)).items():
+        for name, entry in entries.items():
             if isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 yield _Held(f"{chunk}.{name}", entry, entry.data, number % replicas)
                 number += 1
@@ -74,12 +75,12 @@ def captured_weights(
     model: RoleModel, *, buffers: HostBuffers, readable: Readable = as_it_is
 ) -> dict[str, Any]:
     """This rank's part of the weights, in host memory; complete after buffers.synchronize()."""
-    mine = {}
-    for held in _held(model):
+    mine, state = {}, sharded_state_dict(model)
+    for held in _held(model, state=state):
         if _writes(held, model=model):
             entry = replace(_alone(held.entry), data=readable(held.parameter))
             mine[held.path] = _in_host_memory(entry, path=f"weights.{held.path}", buffers=buffers)
-    return mine | _other_entries(model)
+    return mine | _other_entries(state)
 
 
 def captured_optimizer(
@@ -205,12 +206,12 @@ def _in_host_memory(entry: Entry, *, path: str, buffers: HostBuffers) -> Any:
     return parts
 
 
-def _other_entries(model: RoleModel) -> dict[str, Any]:
+def _other_entries(state: dict[str, Any]) -> dict[str, Any]:
     """What is no tensor (Transformer Engine's extra states); every replica brings its own."""
     return {
         f"{chunk}.{name}": entry
-        for chunk, state in sharded_state_dict(model).items()
-        for name, entry in state.items()
+        for chunk, entries in state.items()
+        for name, entry in entries.items()
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
 

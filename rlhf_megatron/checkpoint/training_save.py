@@ -1,7 +1,7 @@
 """One training checkpoint on its way to the disk: planned together, written in the background, and
 made current together when every rank's files are complete.
 
-    save = TrainingSave(checkpoints, step=10, directories=["actor/weights"], ...)
+    save = TrainingSave(checkpoints, step=10, plans={"actor/weights": SavePlans()}, ...)
     save.plan("actor/weights", state=...)     # collective, one call a directory
     save.begin({"rng/rank_0000.pt": rng})     # returns at once
     ...                                       # training goes on
@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.checkpoint.compat import finish_save, plan_save, write_files
+from rlhf_megatron.checkpoint.compat import SavePlans, finish_save, plan_save, write_files
 from rlhf_megatron.checkpoint.paths import check_free_space
 from rlhf_megatron.checkpoint.step_folders import make_current, temporary_folder
 from rlhf_megatron.checkpoint.training_manifest import (
@@ -46,7 +46,7 @@ class TrainingSave:
         checkpoints: Path,
         *,
         step: int,
-        directories: Sequence[str],
+        plans: Mapping[str, SavePlans],
         num_bytes: int,
         group: dist.ProcessGroup,
         rank: int,
@@ -55,9 +55,10 @@ class TrainingSave:
         """Make the folders that are written into. Raises UserError on all ranks where that fails,
         or where less than `num_bytes` are free.
 
-        validate: see compat.plan_save; the parts are the same in every save of a run.
+        plans: for each directory those of the saves before. validate: see compat.plan_save; the
+        parts are the same in every save of a run.
         """
-        self.step, self._validate = step, validate
+        self.step, self._validate, self._plans = step, validate, plans
         self._group, self._rank = group, rank
         token = [os.urandom(3).hex()]
         dist.broadcast_object_list(token, src=0, group=group)
@@ -66,10 +67,11 @@ class TrainingSave:
         self._records: dict[str, FileRecord] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._keep_plans_together()
 
         def make() -> None:
             # On all ranks: other nodes may not see a new folder of a network file system at once.
-            for name in directories:
+            for name in plans:
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
 
         def make_first() -> None:
@@ -86,7 +88,12 @@ class TrainingSave:
     def plan(self, directory: str, *, state: dict[str, Any]) -> None:
         """Plan one of the directories. `state`'s tensors must not change until `finish`."""
         try:
-            request = plan_save(state, directory=self.folder / directory, validate=self._validate)
+            request = plan_save(
+                state,
+                directory=self.folder / directory,
+                plans=self._plans[directory],
+                validate=self._validate,
+            )
         except OSError as error:  # of rank 0's small files: the others wait within Megatron-Core
             raise self._failure(error) from error
         self._requests.append(request)
@@ -128,6 +135,15 @@ class TrainingSave:
             self._remove()
             raise
         return self.folder.with_name(self.folder.name.partition(".")[0])
+
+    def _keep_plans_together(self) -> None:
+        """A rank that leaves out the agreement would leave the others waiting in it."""
+        own = [plans.are_kept for plans in self._plans.values()]
+        kept: list[list[bool]] = [[]] * dist.get_world_size(self._group)
+        dist.all_gather_object(kept, own, group=self._group)
+        for number, plans in enumerate(self._plans.values()):
+            if not all(of_rank[number] for of_rank in kept):
+                plans.forget_agreement()
 
     def _remove(self) -> None:
         if self._rank == 0:

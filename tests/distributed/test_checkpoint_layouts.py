@@ -109,6 +109,31 @@ def test_bf16_master_weights_and_moments_come_back_bit_by_bit(
     assert masters and all(keys[key].dtype == torch.float32 for key in masters)
 
 
+def saved_often(rank, place, target, shape) -> bool:
+    """Four checkpoints of a run, and one more of its last state by a checkpointer that has no plans
+    yet. Whether the run's were kept."""
+    run = build_run(rank, place, shape)
+    for _ in range(4):
+        run.round()
+        run.save()
+    fresh = build_run(rank, target, shape)
+    fresh.ppo, fresh.step = run.ppo, run.step
+    fresh.checkpointer._run = run.checkpointer._run
+    fresh.save()
+    return all(plans.are_kept for plans in run.checkpointer._plans.values())
+
+
+@pytest.mark.parametrize("shape", [Shape(tp=2, pp=2), Shape(pp=2, dp=2)], ids=str)
+def test_with_a_kept_plan_the_checkpoint_holds_the_present_values(models, rollout, tmp_path, shape):
+    place = Place(models=models, rollout=rollout, output=tmp_path / "run")
+    target = Place(models=models, rollout=rollout, output=tmp_path / "fresh")
+    assert run_ranks(4, saved_often, place, target, shape) == [True] * 4
+    folders = [where.output / "checkpoints/step_000004" for where in (place, target)]
+    one, other = (stored_tensors(folder) for folder in folders)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
 def unstepped(rank, place, target, shape) -> list[int]:
     """Save and resume before any update; then the optimizers are as fresh ones."""
     run = build_run(rank, place, shape)
