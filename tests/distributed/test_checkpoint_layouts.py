@@ -84,13 +84,13 @@ def test_from_layout_to_layout_the_next_update_is_the_unmoved_one(models, rollou
         expected, step = found[0][1], step + 1
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
-    ("actor", "shapes"),
+    ("actor", "shapes", "asynchronous"),
     [
-        ("tied", [Shape(tp=2, pp=2), Shape(dp=4)]),
-        ("one_kv_head", [Shape(pp=2, dp=2), Shape(tp=4, sp=True)]),
-        ("qwen2", [Shape(pp=2, vpp=2, dp=2), Shape(tp=2, pp=2)]),
+        ("tied", [Shape(tp=2, pp=2), Shape(dp=4)], True),
+        ("one_kv_head", [Shape(pp=2, dp=2), Shape(tp=4, sp=True)], True),
+        ("qwen2", [Shape(pp=2, vpp=2, dp=2), Shape(tp=2, pp=2)], True),
+        ("tied", [Shape(pp=2, dp=2), Shape(tp=2)], False),
     ],
 )
 def test_bf16_master_weights_and_moments_come_back_bit_by_bit(

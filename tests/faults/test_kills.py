@@ -42,6 +42,9 @@ def test_a_run_killed_three_times_is_the_one_that_never_was(files, unbroken, tmp
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.skipif(ENGINE == "vllm", reason="the others do it")
+@pytest.mark.skipif(
+    os.environ.get("FAULTS") != "all", reason="takes minutes to differ in one engine: FAULTS=all"
+)
 def test_a_run_with_vllm_killed_in_a_save_is_the_one_that_never_was():
     """In processes forked from one that has imported vLLM, apart from the other tests'."""
     words = ["--engine", "vllm", "--small", "--kills", "1", "--in-save", "1", "--seed", str(SEED)]

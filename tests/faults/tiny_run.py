@@ -159,6 +159,7 @@ class Trigger:
 
     def phase_entered(self, *, step: int, phase: str) -> None:
         if (step, phase) == (self.step, self.phase):
+            print(f"signalled at {time.time():.3f}", flush=True)
             for index, number in enumerate(self.signals):
                 if index > 0:
                     time.sleep(self.seconds_between)
