@@ -13,8 +13,12 @@ STEPS ?=
 # Anything to add: overrides for quickstart, pytest options for test.
 ARGS ?=
 # Seconds after which one test counts as hung.
-TEST_TIMEOUT ?= 300
+TEST_TIMEOUT ?= 600
+# Tests that run side by side. Many wait for something; 0 is for ARGS="-s" and for a debugger.
+TEST_WORKERS ?= 2
 
+# The longest first: what is short fills the gaps at the end.
+TESTS := $(addprefix tests/,faults slurm engine distributed gpu unit)
 BIN := $(VENV)/bin
 INSTALL := PYTHON=$(BIN)/python requirements/install.sh
 
@@ -28,7 +32,7 @@ quickstart: $(VENV)/.cpu-installed
 		run.seed=$(SEED) $(if $(STEPS),run.steps=$(STEPS)) $(ARGS)
 
 test: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/engine tests/faults tests/gpu tests/slurm \
+	$(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
 		--timeout=$(TEST_TIMEOUT) $(ARGS)
 
 lint: $(VENV)/.dev-installed

@@ -30,6 +30,7 @@ from rlhf_megatron.checkpoint.role_state import (
     captured_optimizer,
     captured_weights,
     restore_optimizer,
+    role_parts,
 )
 from rlhf_megatron.checkpoint.sharded import load_weights
 from rlhf_megatron.checkpoint.step_folders import prune
@@ -87,8 +88,10 @@ class Checkpointer:
         self._buffers = {
             name: HostBuffers(device=context.device) for name in (*run.roles, REFERENCE)
         }
+        self._parts = {name: role_parts(engine.model) for name, engine in run.roles.items()}
         directories = [f"{name}/{part}" for name in run.roles for part in ("weights", OPTIMIZER)]
         if run.ref is not None:
+            self._parts[REFERENCE] = role_parts(run.ref.model)
             directories.append(f"{REFERENCE}/weights")
         self._plans = {name: SavePlans() for name in directories}
         self._small: dict[str, Any] = {}
@@ -216,16 +219,19 @@ class Checkpointer:
         for name, engine in engines.items():
             buffers = self._buffers[name]
             readable = engine.memory.readable
-            weights = captured_weights(engine.model, buffers=buffers, readable=readable)
+            parts = self._parts[name]
+            weights = captured_weights(parts, buffers=buffers, readable=readable)
             optimizer = captured_optimizer(
-                engine.model, optimizer=engine.optimizer, buffers=buffers, readable=readable
+                parts, optimizer=engine.optimizer, buffers=buffers, readable=readable
             )
             buffers.synchronize()
             save.plan(f"{name}/weights", state=weights)
             save.plan(f"{name}/{OPTIMIZER}", state=optimizer)
         if ref is not None:
             weights = captured_weights(
-                ref.model, buffers=self._buffers[REFERENCE], readable=ref.memory.readable
+                self._parts[REFERENCE],
+                buffers=self._buffers[REFERENCE],
+                readable=ref.memory.readable,
             )
             self._buffers[REFERENCE].synchronize()
             save.plan(f"{REFERENCE}/weights", state=weights)

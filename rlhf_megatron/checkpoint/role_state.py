@@ -5,7 +5,7 @@ the state of a whole model. The keys of the optimizer are those of Megatron-Core
 format: optimizer.state.<param, exp_avg or exp_avg_sq>.<key of the parameter>.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,15 +51,29 @@ class _Held:
     """Data-parallel rank."""
 
 
-def _held(model: RoleModel, *, state: dict[str, Any] | None = None) -> Iterator[_Held]:
-    """state: the model's sharded_state_dict, where it is at hand."""
+@dataclass(frozen=True)
+class RoleParts:
+    """What a model's checkpoints are made of: found once, read in each save."""
+
+    model: RoleModel
+    held: tuple[_Held, ...]
+    has_others: bool
+    """Whether there is anything that is no tensor (Transformer Engine's extra states)."""
+
+
+def role_parts(model: RoleModel) -> RoleParts:
+    """The parts of this rank; they stay the same as long as the model does."""
     replicas = model.groups.layout.data_parallel_size
-    number = 0
-    for chunk, entries in (state or sharded_state_dict(model)).items():
-        for name, entry in entries.items():
+    held: list[_Held] = []
+    has_others = False
+    for chunk, state in sharded_state_dict(model).items():
+        for name, entry in state.items():
             if isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                yield _Held(f"{chunk}.{name}", entry, entry.data, number % replicas)
-                number += 1
+                owner = len(held) % replicas
+                held.append(_Held(f"{chunk}.{name}", entry, entry.data, owner))
+            else:
+                has_others = True
+    return RoleParts(model, tuple(held), has_others)
 
 
 Readable: TypeAlias = Callable[[Tensor], Tensor]
@@ -72,28 +86,28 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 
 def captured_weights(
-    model: RoleModel, *, buffers: HostBuffers, readable: Readable = as_it_is
+    parts: RoleParts, *, buffers: HostBuffers, readable: Readable = as_it_is
 ) -> dict[str, Any]:
     """This rank's part of the weights, in host memory; complete after buffers.synchronize()."""
-    mine, state = {}, sharded_state_dict(model)
-    for held in _held(model, state=state):
-        if _writes(held, model=model):
+    mine = {}
+    for held in parts.held:
+        if _writes(held, model=parts.model):
             entry = replace(_alone(held.entry), data=readable(held.parameter))
             mine[held.path] = _in_host_memory(entry, path=f"weights.{held.path}", buffers=buffers)
-    return mine | _other_entries(state)
+    return mine | (_other_entries(parts.model) if parts.has_others else {})
 
 
 def captured_optimizer(
-    model: RoleModel, *, optimizer: Any, buffers: HostBuffers, readable: Readable = as_it_is
+    parts: RoleParts, *, optimizer: Any, buffers: HostBuffers, readable: Readable = as_it_is
 ) -> dict[str, Any]:
     """This rank's part of the optimizer's state, in host memory; complete after
     buffers.synchronize(). Collective over the role's data-parallel groups.
 
     Moments are zero before the first step.
     """
-    ranges = own_ranges(optimizer)
+    ranges, model = own_ranges(optimizer), parts.model
     mine: dict[str, Any] = {}
-    for held in _held(model):
+    for held in parts.held:
         if not _is_first_copy(held.entry):  # alike on all replicas
             continue
         for name in state_names(held.parameter):
@@ -126,13 +140,14 @@ def restore_optimizer(
     """
     _audit(model, checkpoint=checkpoint, directory=directory)
     own_replica = model.groups.coordinates.dp
+    parts = role_parts(model)
     wanted = {
         f"{name}.{held.path}": _of_optimizer(
             _alone(held.entry),
             name=name,
             data=torch.empty(held.parameter.shape, dtype=torch.float32),
         )
-        for held in _held(model)
+        for held in parts.held
         for name in state_names(held.parameter)
         if held.owner == own_replica
     }
@@ -142,7 +157,7 @@ def restore_optimizer(
         found = [str(failure[0]) for failure in error.failures.values()]
         raise UserError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
     ranges = own_ranges(optimizer)
-    for held in _held(model):
+    for held in parts.held:
         for name in state_names(held.parameter):
             values = loaded.get(f"{name}.{held.path}")
             values = _shared(held, values=values, model=model)
@@ -206,12 +221,12 @@ def _in_host_memory(entry: Entry, *, path: str, buffers: HostBuffers) -> Any:
     return parts
 
 
-def _other_entries(state: dict[str, Any]) -> dict[str, Any]:
+def _other_entries(model: RoleModel) -> dict[str, Any]:
     """What is no tensor (Transformer Engine's extra states); every replica brings its own."""
     return {
         f"{chunk}.{name}": entry
-        for chunk, entries in state.items()
-        for name, entry in entries.items()
+        for chunk, state in sharded_state_dict(model).items()
+        for name, entry in state.items()
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
 

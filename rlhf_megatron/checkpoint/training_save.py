@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,25 @@ from rlhf_megatron.distributed.agreement import nothing, together
 from rlhf_megatron.errors import UserError
 
 WHAT = "checkpoint"
+
+
+@dataclass
+class _Opening:
+    """What the ranks tell each other where a save begins."""
+
+    plans_are_kept: list[bool]
+    token: str = ""
+    """Of the folder's name, by the first rank."""
+    error: str = ""
+    """Of the first rank, which has made the folders."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What the ranks tell each other where it ends."""
+
+    error: str
+    records: dict[str, FileRecord]
 
 
 class TrainingSave:
@@ -60,30 +79,31 @@ class TrainingSave:
         """
         self.step, self._validate, self._plans = step, validate, plans
         self._group, self._rank = group, rank
-        token = [os.urandom(3).hex()]
-        dist.broadcast_object_list(token, src=0, group=group)
-        self.folder = temporary_folder(checkpoints, step=step, token=token[0])
         self._requests: list[Any] = []
         self._records: dict[str, FileRecord] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._keep_plans_together()
+        self.folder = checkpoints
 
-        def make() -> None:
-            # On all ranks: other nodes may not see a new folder of a network file system at once.
-            for name in plans:
-                (self.folder / name).mkdir(parents=True, exist_ok=True)
-
-        def make_first() -> None:
+        def open_folder(token: str) -> None:
+            self.folder = temporary_folder(checkpoints, step=step, token=token)
             check_free_space(self.folder, num_bytes=num_bytes)
-            make()
+            self._make_directories()
 
-        try:
-            self._on_first_rank(make_first)
-            together(make, group=group, what=WHAT)
-        except UserError:
+        own = _Opening(plans_are_kept=[plan.are_kept for plan in plans.values()])
+        if rank == 0:
+            own.token = os.urandom(3).hex()
+            own.error = _error_of(lambda: open_folder(own.token))
+        ranks: list[_Opening] = [own] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, own, group=group)
+        self.folder = temporary_folder(checkpoints, step=step, token=ranks[0].token)
+        if ranks[0].error:
             self._remove()
-            raise
+            raise UserError(f"{WHAT}: {ranks[0].error}")
+        for number, plan in enumerate(plans.values()):
+            # A rank that leaves out the agreement would leave the others waiting in it.
+            if not all(of_rank.plans_are_kept[number] for of_rank in ranks):
+                plan.forget_agreement()
 
     def plan(self, directory: str, *, state: dict[str, Any]) -> None:
         """Plan one of the directories. `state`'s tensors must not change until `finish`."""
@@ -117,33 +137,31 @@ class TrainingSave:
         """
         assert self._thread is not None, "finish() before begin()"
         self._thread.join()
+        own = _Written(_error_of(self._raise_error), self._records)
+        ranks = [own] * dist.get_world_size(self._group)
+        dist.all_gather_object(ranks, own, group=self._group)
+        errors = dict.fromkeys(written.error for written in ranks if written.error)
         try:
-            together(self._raise_error, group=self._group, what=WHAT)
+            if errors:
+                raise UserError(f"{WHAT}: {'; '.join(errors)}")
             for request in self._requests:
                 try:
                     finish_save(request)
                 except OSError as error:
                     raise self._failure(error) from error
-            gathered: list[dict[str, FileRecord] | None] = [None] * dist.get_world_size(self._group)
-            dist.gather_object(
-                self._records, gathered if self._rank == 0 else None, dst=0, group=self._group
-            )
+            files = {name: record for part in ranks for name, record in part.records.items()}
             self._on_first_rank(
-                lambda: self._complete(manifest, parts=gathered, small_files=small_files)
+                lambda: self._complete(manifest, files=files, small_files=small_files)
             )
         except BaseException:
             self._remove()
             raise
         return self.folder.with_name(self.folder.name.partition(".")[0])
 
-    def _keep_plans_together(self) -> None:
-        """A rank that leaves out the agreement would leave the others waiting in it."""
-        own = [plans.are_kept for plans in self._plans.values()]
-        kept: list[list[bool]] = [[]] * dist.get_world_size(self._group)
-        dist.all_gather_object(kept, own, group=self._group)
-        for number, plans in enumerate(self._plans.values()):
-            if not all(of_rank[number] for of_rank in kept):
-                plans.forget_agreement()
+    def _make_directories(self) -> None:
+        """On all ranks: other nodes may not see a new folder of a network file system at once."""
+        for name in self._plans:
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def _remove(self) -> None:
         if self._rank == 0:
@@ -151,6 +169,7 @@ class TrainingSave:
 
     def _write(self, own_files: dict[str, Any]) -> None:
         try:
+            self._make_directories()
             paths = [path for request in self._requests for path in write_files(request)]
             for name, content in own_files.items():
                 paths.append(_write_small(self.folder / name, content=_saved(content)))
@@ -182,11 +201,10 @@ class TrainingSave:
         self,
         manifest: TrainingManifest,
         *,
-        parts: list[dict[str, FileRecord] | None],
+        files: dict[str, FileRecord],
         small_files: Callable[[Path], None],
     ) -> None:
         small_files(self.folder)
-        files = {name: record for part in parts for name, record in (part or {}).items()}
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in files:
@@ -199,6 +217,15 @@ class TrainingSave:
             raise refuse(self.folder, problems=problems)
         _sync(self.folder / "manifest.json")
         make_current(self.folder)
+
+
+def _error_of(action: Callable[[], None]) -> str:
+    """What a user has to mend so that the action succeeds; "" where it does."""
+    try:
+        action()
+    except (UserError, OSError) as error:
+        return str(error) or repr(error)
+    return ""
 
 
 def _first_os_error(error: BaseException | None) -> OSError | None:

@@ -17,6 +17,9 @@ def _names_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+_METHODS = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})
+
+
 class CudaMeansCpu(TorchFunctionMode):
     """Answer requests for CUDA tensors with CPU tensors."""
 
@@ -27,11 +30,13 @@ class CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         # schedules.py:596 torch.zeros(..., device="cuda"); param_and_grad_buffer.py:800;
         # p2p_communication.py:313; optimizer.py:481; clip_grads.py:103; filesystem_async.py:230
         if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
+            kwargs = kwargs | {"device": "cpu"}
+        if func not in _METHODS:  # every call of torch comes through here: no more than needed
+            return func(*args, **kwargs)
         # layers.py:261 and finalize_model_grads.py:300 call tensor.cuda()
         if func is torch.Tensor.cuda:
             return args[0]

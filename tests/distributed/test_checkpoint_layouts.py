@@ -44,6 +44,7 @@ def moved(rank, place, target, shape) -> tuple[Trace, Trace]:
     copy = build_run(rank, target, shape)
     copy.ppo, copy.step = run.ppo, run.step
     copy.checkpointer._run = run.checkpointer._run
+    copy.checkpointer._parts = run.checkpointer._parts
     copy.save()
     after = run.round()
     run.save()
@@ -90,7 +91,7 @@ def test_from_layout_to_layout_the_next_update_is_the_unmoved_one(models, rollou
         ("tied", [Shape(tp=2, pp=2), Shape(dp=4)], True),
         ("one_kv_head", [Shape(pp=2, dp=2), Shape(tp=4, sp=True)], True),
         ("qwen2", [Shape(pp=2, vpp=2, dp=2), Shape(tp=2, pp=2)], True),
-        ("tied", [Shape(pp=2, dp=2), Shape(tp=2)], False),
+        ("tied", [Shape(pp=2, dp=2), Shape(tp=2, dp=2)], False),
     ],
 )
 def test_bf16_master_weights_and_moments_come_back_bit_by_bit(
@@ -119,6 +120,7 @@ def saved_often(rank, place, target, shape) -> bool:
     fresh = build_run(rank, target, shape)
     fresh.ppo, fresh.step = run.ppo, run.step
     fresh.checkpointer._run = run.checkpointer._run
+    fresh.checkpointer._parts = run.checkpointer._parts
     fresh.save()
     return all(plans.are_kept for plans in run.checkpointer._plans.values())
 
