@@ -69,6 +69,7 @@ class Bench:
         from rlhf_megatron.layout.sizes import num_parameters
         from rlhf_megatron.models.build import build_model
         from rlhf_megatron.observability.ledger import PhaseLedger
+        from rlhf_megatron.placed_role import placed
         from rlhf_megatron.resolve import parallel_layout
         from rlhf_megatron.run_state import RunState
         from rlhf_megatron.stopping import StopAgreement
@@ -104,7 +105,6 @@ class Bench:
             engine = ModelEngine(
                 model,
                 device=context.device,
-                job_group=context.job_group,
                 optimizer_config=options,
             )
             for own in own_ranges(engine.optimizer).values():
@@ -115,7 +115,11 @@ class Bench:
             self.num_parameters += num_parameters(arch, head=head)  # type: ignore[arg-type]
         self.checkpointer = Checkpointer(
             config,
-            run=RunState(roles=self.roles, ref=None, parts={}),
+            run=RunState(
+                roles={name: placed(engine) for name, engine in self.roles.items()},
+                ref=None,
+                parts={},
+            ),
             stop=StopAgreement(
                 signals=None, time_limit=None, group=context.job_group, device=context.device
             ),

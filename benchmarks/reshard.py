@@ -277,7 +277,7 @@ def _against_core(pair, *, arch, model, groups, options, context, factory) -> di
     from benchmarks.reshard_baselines import PointToPoint
     from rlhf_megatron.distributed.groups import build_role_groups
     from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.weight_sync import role_layouts
+    from rlhf_megatron.placed_role import role_layouts
 
     rank, device = context.rank, context.device
     wanted = ParallelLayout(

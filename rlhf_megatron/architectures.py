@@ -30,7 +30,7 @@ class Architectures:
     """The numbers of the roles' models."""
 
     actor: ModelArchitecture
-    critic: ModelArchitecture
+    critic: ModelArchitecture | None  # None where it is a head on the actor
     ref: ModelArchitecture | None  # None without a KL penalty
     notes: tuple[str, ...] = ()
     """One line for each model whose numbers come from a stand-in."""
@@ -91,7 +91,9 @@ def read_architectures(config: Config, *, stand_ins: Sequence[Path] = ()) -> Arc
         return read_architecture_file(found.config_file)
 
     actor = read(config.actor.model)
-    critic = read(config.critic.model) if config.critic.model else actor
+    critic = None
+    if not config.critic.shared_backbone:
+        critic = read(config.critic.model) if config.critic.model else actor
     ref = None
     if config.ppo.kl.place != "off":
         ref = read(config.ref.model) if config.ref.model else actor

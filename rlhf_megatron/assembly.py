@@ -4,7 +4,7 @@ Each function makes one part; trainer.py holds them.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,15 @@ from rlhf_megatron.distributed.start import DistributedContext, release_cached_m
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.tensors import Head
-from rlhf_megatron.models.build import LM_HEAD, NO_RECOMPUTE, VALUE_HEAD, RoleModel, build_model
-from rlhf_megatron.models.config import ActorConfig, CriticConfig, OptimizerConfig, ReferenceConfig
+from rlhf_megatron.models.build import (
+    LM_HEAD,
+    NO_RECOMPUTE,
+    VALUE_HEAD,
+    build_model,
+    use_transformer_engine,
+)
+from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
+from rlhf_megatron.placed_role import PlacedRole
 from rlhf_megatron.placement import RolloutPlacement, place_engines
 from rlhf_megatron.resolve import parallel_layout
 from rlhf_megatron.rewards.contract import Scorer
@@ -29,11 +36,14 @@ from rlhf_megatron.rewards.function import FunctionScorer, check_arguments, load
 from rlhf_megatron.rewards.model import ModelScorer
 from rlhf_megatron.rewards.pool import WorkerPool
 from rlhf_megatron.rewards.remote import RemoteScorer
+from rlhf_megatron.role_exchange import ExchangeGroups, build_exchange_groups
+from rlhf_megatron.role_ranks import RolePlacement, role_placement
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.contract import RolloutEngine
 from rlhf_megatron.rollout.factory import ResolvedEngine, build_engine, resolve_engine
 from rlhf_megatron.rollout.worlds import make_engine_groups
-from rlhf_megatron.weight_sync import copy_weights, role_layouts
+from rlhf_megatron.shared_backbone import actor_head
+from rlhf_megatron.weight_sync import copy_weights
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +123,15 @@ def stop_token_ids(
     )
 
 
+def scores_in_background(config: Config) -> bool:
+    """Whether responses are scored by other processes while the ranks do something else."""
+    reward = config.reward
+    return not reward.model and bool(reward.remote.endpoints or reward.workers)
+
+
 def build_scorer(config: Config, *, prompts: PromptSet, rank: int, device: torch.device) -> Scorer:
-    """The reward of the configuration. Raises UserError where it cannot be loaded or called, and
-    where no reward server is well."""
+    """The reward of the configuration, on a rank of the reward role. Raises UserError where it
+    cannot be loaded or called, and where no reward server is well."""
     reward, fields = config.reward, list(prompts.rows[0].fields)
     if reward.model:
         return ModelScorer(
@@ -144,59 +160,73 @@ def build_scorer(config: Config, *, prompts: PromptSet, rank: int, device: torch
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The process groups of all roles on this rank."""
+    """The process groups of all roles, as far as this rank is in them."""
 
-    actor: RoleGroups
-    critic: RoleGroups
-    ref: RoleGroups
-    reward: RoleGroups
+    placement: RolePlacement
+    roles: Mapping[str, RoleGroups | None]
+    """Of the Megatron models; None where this rank has no part of one."""
+    exchange: ExchangeGroups
 
 
 def build_groups(config: Config, *, context: DistributedContext) -> Groups:
-    """One process group collection per role; roles of one layout share groups."""
+    """One process group collection per role; roles of one layout on the same ranks share groups."""
+    placement = role_placement(config, world_size=context.world_size)
     factory = GroupFactory(timeout_seconds=context.timeout_seconds, backend=context.backend)
-    found: dict[str, RoleGroups] = {}
-    for role, parallel in (
-        ("actor", config.actor.parallel),
-        ("critic", config.critic.parallel),
-        ("ref", config.ref.parallel),
-        ("reward", config.reward.parallel),
-    ):
-        groups = build_role_groups(
+    found = {
+        role: build_role_groups(
             role,
-            layout=parallel_layout(parallel, world_size=context.world_size),
+            layout=parallel_layout(options.parallel, world_size=context.world_size),
             factory=factory,
         )
-        assert groups is not None, f"{role}: split placement was to be refused before"
-        found[role] = groups
-    return Groups(**found)
+        for role, options in role_options(config).items()
+        if role in placement.ranks
+    }
+    exchange = build_exchange_groups(placement, factory=factory, rank=context.rank)
+    return Groups(placement=placement, roles=found, exchange=exchange)
 
 
 RoleConfig = ActorConfig | CriticConfig | ReferenceConfig
 
 
-def _build_engine_of_role(
+def role_options(config: Config) -> dict[str, RoleConfig]:
+    """Of the Megatron models."""
+    return {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+
+
+def _build_role(
     arch: ModelArchitecture,
     *,
-    role: RoleConfig,
+    name: str,
+    options: RoleConfig,
     head: Head,
-    groups: RoleGroups,
-    optimizer: OptimizerConfig | None,
+    groups: RoleGroups | None,
     seed: int,
     context: DistributedContext,
-) -> ModelEngine:
-    model = build_model(
-        arch,
+) -> PlacedRole:
+    """The role with random weights; on a rank outside of it, what it is alone."""
+    engine = None
+    if groups is not None:
+        model = build_model(
+            arch,
+            head=head,
+            groups=groups,
+            precision=options.precision,
+            layer_spec_name=options.layer_spec,
+            recompute=getattr(options, "recompute", NO_RECOMPUTE),
+            device=context.device,
+            seed=seed,
+        )
+        engine = ModelEngine(
+            model, device=context.device, optimizer_config=getattr(options, "optimizer", None)
+        )
+    return PlacedRole(
+        name=name,
+        arch=arch,
         head=head,
-        groups=groups,
-        precision=role.precision,
-        layer_spec_name=role.layer_spec,
-        recompute=getattr(role, "recompute", NO_RECOMPUTE),
-        device=context.device,
-        seed=seed,
-    )
-    return ModelEngine(
-        model, device=context.device, job_group=context.job_group, optimizer_config=optimizer
+        layout=parallel_layout(options.parallel, world_size=context.world_size),
+        dtype=DTYPES[options.precision],
+        fused_norms=use_transformer_engine(options.layer_spec, device=context.device),
+        engine=engine,
     )
 
 
@@ -216,43 +246,47 @@ def _load(engine: ModelEngine, *, directory: str, rank: int) -> None:
         report.bytes_read / 1e6,
         directory,
         "; the value head starts at 0"
-        if model.head == VALUE_HEAD and not report.value_head_loaded
+        if model.head != LM_HEAD and not report.value_head_loaded
         else "",
     )
 
 
 def build_actor(
-    config: Config, *, arch: ModelArchitecture, groups: RoleGroups, context: DistributedContext
-) -> ModelEngine:
-    """The actor with the weights of its directory."""
-    actor = _build_engine_of_role(
+    config: Config, *, arch: ModelArchitecture, groups: Groups, context: DistributedContext
+) -> PlacedRole:
+    """The actor with the weights of its directory; with a shared backbone the value head is 0."""
+    actor = _build_role(
         arch,
-        role=config.actor,
-        head=LM_HEAD,
-        groups=groups,
-        optimizer=config.actor.optimizer,
+        name="actor",
+        options=config.actor,
+        head=actor_head(config),
+        groups=groups.roles["actor"],
         seed=config.run.seed,
         context=context,
     )
-    _load(actor, directory=config.actor.model, rank=context.rank)
+    if actor.engine is not None:
+        _load(actor.engine, directory=config.actor.model, rank=context.rank)
     return actor
 
 
 def build_critic(
     config: Config,
     *,
-    arch: ModelArchitecture,
-    groups: RoleGroups,
-    actor: ModelEngine,
+    arch: ModelArchitecture | None,
+    groups: Groups,
+    actor: PlacedRole,
     context: DistributedContext,
-) -> ModelEngine:
-    """The critic, with the weights of its directory or, by default, of the actor as it is now."""
-    critic = _build_engine_of_role(
+) -> PlacedRole | None:
+    """The critic, with the weights of its directory or, by default, of the actor as it is now.
+    None where it is a head on the actor."""
+    if arch is None:
+        return None
+    critic = _build_role(
         arch,
-        role=config.critic,
+        name="critic",
+        options=config.critic,
         head=VALUE_HEAD,
-        groups=groups,
-        optimizer=config.critic.optimizer,
+        groups=groups.roles["critic"],
         seed=config.run.seed,
         context=context,
     )
@@ -264,17 +298,17 @@ def build_reference(
     config: Config,
     *,
     arch: ModelArchitecture,
-    groups: RoleGroups,
-    actor: ModelEngine,
+    groups: Groups,
+    actor: PlacedRole,
     context: DistributedContext,
-) -> ModelEngine:
+) -> PlacedRole:
     """The frozen reference, with the weights of its directory or of the actor as it is now."""
-    ref = _build_engine_of_role(
+    ref = _build_role(
         arch,
-        role=config.ref,
+        name="ref",
+        options=config.ref,
         head=LM_HEAD,
-        groups=groups,
-        optimizer=None,
+        groups=groups.roles["ref"],
         seed=config.run.seed,
         context=context,
     )
@@ -283,19 +317,22 @@ def build_reference(
 
 
 def _start_weights(
-    engine: ModelEngine, *, directory: str, actor: ModelEngine, context: DistributedContext
+    role: PlacedRole, *, directory: str, actor: PlacedRole, context: DistributedContext
 ) -> None:
+    """Collective over the job."""
     if directory:
-        _load(engine, directory=directory, rank=context.rank)
+        if role.engine is not None:
+            _load(role.engine, directory=directory, rank=context.rank)
         return
     copy_weights(
-        actor.model,
-        target=engine.model,
+        actor,
+        target=role,
         rank=context.rank,
         group=context.job_group,
         device=context.device,
     )
-    engine.weights_changed()
+    if role.engine is not None:
+        role.engine.weights_changed()
 
 
 def choose_engine(
@@ -313,7 +350,7 @@ def choose_placement(
     config: Config,
     *,
     resolved: ResolvedEngine,
-    actor: RoleModel,
+    actor: PlacedRole,
     context: DistributedContext,
     say: Callable[[str], None],
 ) -> RolloutPlacement:
@@ -321,7 +358,7 @@ def choose_placement(
     placement = place_engines(
         config,
         arch=actor.arch,
-        source=role_layouts(actor),
+        source=actor.layouts,
         engine_name=resolved.name,
         world_size=context.world_size,
         node_of=context.node_of,

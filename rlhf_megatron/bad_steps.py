@@ -1,6 +1,7 @@
 """Bad steps: updates that would spoil the weights, found before the optimizer has taken them.
 
-Everything is judged by figures that are the same on all ranks, so that all decide alike.
+An update is judged by figures that are the same on all ranks of its role, so that they decide
+alike; ranks outside the role take its judgements over before the step ends.
 """
 
 import logging
@@ -8,6 +9,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,30 @@ FOLDER = "bad_batches"
 LEAST_HISTORY_UPDATES = 10
 """Norms that a role needs before one can be far outside them; fewer where the window is smaller."""
 SHOWN_PARAMETERS = 3
+WHOLE_STEP = "step"
+ROLES_IN_ORDER = (WHOLE_STEP, "critic", "actor")
+"""In the order in which a step judges them."""
 WAY_OUT = "Look at the step's rewards and lengths; lower the learning rate or the gradient clip"
+
+
+@dataclass
+class Judgements:
+    """What became of a role's updates in one step."""
+
+    reasons: list[str] = field(default_factory=list)
+    """Of those that were not taken, in order."""
+    norms: list[float] = field(default_factory=list)
+    """Of those that were, where the guard looks at them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judges:
+    """The ranks that decide together on a role's updates."""
+
+    group: dist.ProcessGroup | None
+    """None in a single process."""
+    is_writer: bool
+    """Whether this rank is the one that saves a bad batch."""
 
 
 class BadSteps:
@@ -43,16 +68,20 @@ class BadSteps:
         rank: int,
         group: dist.ProcessGroup | None,
         say: Callable[[str], None],
-        check_weights: Callable[[str], None] = lambda when: None,
+        check_weights: Callable[[str, str], None] = lambda when, role: None,
+        judges: Mapping[str, Judges] | None = None,
     ) -> None:
-        """`group`: the job's, None in a single process. `check_weights`: raises JobError on all
-        ranks where the cause lies in weights that are not finite; its argument says when."""
+        """`group`: the job's, None in a single process. `judges`: of the roles that are on this
+        rank and not on all. `check_weights`: raises JobError where the cause lies in weights that
+        are not finite; its arguments say when, and the role whose ranks call it, "" for all."""
         self._check_weights = check_weights
         self._config, self._folder = config, output_dir / FOLDER
-        self._rank, self._group, self._say = rank, group, say
+        self._say = say
+        self._everyone = Judges(group=group, is_writer=rank == 0)
+        self._judges = dict(judges or {})
         self._norms: dict[str, deque[float]] = {}
-        self._step = self._skipped_updates = 0
-        self._is_bad = False
+        self._step = 0
+        self._found_in: dict[str, Judgements] = {}
         self._last_reason = ""
         self.bad_steps = self.bad_in_row = 0
 
@@ -62,19 +91,21 @@ class BadSteps:
         return self._config.grad_norm_factor > 0
 
     def step_begins(self, step: int) -> None:
-        self._step, self._skipped_updates, self._is_bad = step, 0, False
+        self._step, self._found_in = step, {}
 
     def takes(self, result: StepResult, *, update: Update) -> bool:
-        """Whether the update may happen. Raises JobError on all ranks where it must end the run."""
+        """Whether the update may happen. Raises JobError on all ranks of the role where it must end
+        the run."""
         reason = _reason_not_finite(result)
         if reason:
-            self._check_weights(f"in update_{update.role} of step {self._step}")
+            apart = update.role if update.role in self._judges else ""
+            self._check_weights(f"in update_{update.role} of step {self._step}", apart)
         reason = reason or self._reason_outlier(result, role=update.role)
         if not reason:
             if self.wants_norm:
                 self._history(update.role).append(result.grad_norm)
+                self.judgements(update.role).norms.append(result.grad_norm)
             return True
-        self._skipped_updates += 1
         where = f"update {update.number} of {update.count}"
         place = f"update_{update.role}_{update.number:03d}"
         suspects = describe_nonfinite(update.batch)
@@ -90,16 +121,33 @@ class BadSteps:
             wrong = f"{wrong}, " * bool(wrong) + "values after the last token"
         if not wrong:
             return True
-        self._check_weights(f"in step {self._step}, before its updates")
-        update = Update(role="step", number=0, count=0, batch=batch)
+        self._check_weights(f"in step {self._step}, before its updates", "")
+        update = Update(role=WHOLE_STEP, number=0, count=0, batch=batch)
         reason = f"the batch holds {wrong}, though the weights are finite"
         self._found(reason, phase="value", place="outputs", update=update)
         return False
 
+    def judgements(self, role: str) -> Judgements:
+        """Those of the step so far."""
+        return self._found_in.setdefault(role, Judgements())
+
+    def take_over(self, role: str, *, judgements: Judgements) -> None:
+        """On a rank outside the role: what its ranks have decided in the step."""
+        self._found_in[role] = judgements
+        self._history(role).extend(judgements.norms)
+        for reason in judgements.reasons:
+            self._say(f"skipped: {reason}")
+
     def step_ends(self) -> dict[str, float]:
         """The step's metrics. Raises JobError on all ranks after too many bad steps in a row."""
-        self.bad_steps += self._is_bad
-        self.bad_in_row = self.bad_in_row + 1 if self._is_bad else 0
+        reasons = {
+            role: self._found_in[role].reasons for role in ROLES_IN_ORDER if role in self._found_in
+        }
+        is_bad = any(reasons.values())
+        if is_bad:
+            self._last_reason = [text for texts in reasons.values() for text in texts][-1]
+        self.bad_steps += is_bad
+        self.bad_in_row = self.bad_in_row + 1 if is_bad else 0
         limit = self._config.max_bad_steps_in_row
         if self.bad_in_row >= limit:
             raise JobError(
@@ -108,7 +156,9 @@ class BadSteps:
             )
         return {
             "faults/bad_steps": float(self.bad_steps),
-            "faults/skipped_updates": float(self._skipped_updates),
+            "faults/skipped_updates": float(
+                sum(len(texts) for role, texts in reasons.items() if role != WHOLE_STEP)
+            ),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,26 +191,28 @@ class BadSteps:
 
     def _found(self, reason: str, *, phase: str, place: str, update: Update) -> None:
         """Save the batch, then end the run or go on, as configured."""
-        self._is_bad = True
-        saved = self._save(update.batch, place=place)
-        self._last_reason = f"{phase} of step {self._step}, {reason}"
+        judges = self._judges.get(update.role, self._everyone)
+        saved = self._save(update.batch, place=place, is_writer=judges.is_writer)
+        found = f"{phase} of step {self._step}, {reason}"
         if self._config.bad_step == "skip":
-            self._say(f"skipped: {self._last_reason}{saved}")
+            self.judgements(update.role).reasons.append(found)
+            self._say(f"skipped: {found}{saved}")
             return
-        if self._group is not None:  # a rank that leaves ends the others: rank 0 writes first
-            dist.barrier(group=self._group)
+        if judges.group is not None:  # a rank that leaves ends the others: the writer comes first
+            dist.barrier(group=judges.group)
+        whose = f"of the {update.role} " if update.role in self._judges else ""
         raise JobError(
-            f"bad step on all ranks in {self._last_reason}. It was not taken: weights and "
+            f"bad step on all ranks {whose}in {found}. It was not taken: weights and "
             f"optimizer are as before{saved}. {WAY_OUT}, or set faults.bad_step=skip"
         )
 
-    def _save(self, batch: RaggedBatch, *, place: str) -> str:
-        """On rank 0. Says where, for a message: ranks do not agree on more than the path."""
+    def _save(self, batch: RaggedBatch, *, place: str, is_writer: bool) -> str:
+        """On one rank. Says where, for a message: ranks do not agree on more than the path."""
         keep = self._config.keep_bad_batches
         if keep == 0:
             return ""
         path = self._folder / f"step_{self._step:06d}_{place}.pt"
-        if self._rank == 0:
+        if is_writer:
             try:
                 self._folder.mkdir(exist_ok=True)
                 save_batch(batch, path=path)
@@ -174,8 +226,8 @@ class BadSteps:
 def check_weights(
     roles: Mapping[str, ModelEngine], *, group: dist.ProcessGroup, device: torch.device, when: str
 ) -> None:
-    """Raise JobError on all ranks, naming rank and parameter, where weights are not finite.
-    Collective over the job: one all-reduce of a number."""
+    """Raise JobError on all ranks of the group, naming rank and parameter, where weights are not
+    finite. `roles`: this rank's. Collective over `group`: one all-reduce of a number."""
     own = [f"{role}: {name}" for role, e in roles.items() for name in e.nonfinite_weights()]
     flag = torch.tensor([len(own)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)

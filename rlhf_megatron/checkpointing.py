@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,6 @@ from rlhf_megatron.checkpoint.hf_config_write import write_config_files
 from rlhf_megatron.checkpoint.host_buffers import HostBuffers
 from rlhf_megatron.checkpoint.manifest import (
     Manifest,
-    RoleCheckpoint,
     installed_versions,
     open_role,
     open_role_folder,
@@ -37,6 +36,7 @@ from rlhf_megatron.checkpoint.step_folders import prune
 from rlhf_megatron.checkpoint.training_manifest import TrainingManifest
 from rlhf_megatron.checkpoint.training_save import TrainingSave, utc_now
 from rlhf_megatron.config import Config, plain_config
+from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.distributed.agreement import together
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
@@ -45,6 +45,7 @@ from rlhf_megatron.engine.offload import WEIGHTS
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.sizes import num_parameters
 from rlhf_megatron.observability.ledger import PhaseLedger, PhaseRecord
+from rlhf_megatron.placed_role import PlacedRole
 from rlhf_megatron.resume import (
     LINES_BY_STEP,
     STATE,
@@ -67,7 +68,8 @@ OPTIMIZER = "optimizer"
 class Checkpointer:
     """Saves and resumes one run. Every method is collective over the job.
 
-    A PhaseListener: where a phase ends, what the writers have completed meanwhile becomes current.
+    A joint PhaseListener: where a phase ends that all ranks are in, what the writers have completed
+    meanwhile becomes current.
     """
 
     def __init__(
@@ -88,10 +90,12 @@ class Checkpointer:
         self._buffers = {
             name: HostBuffers(device=context.device) for name in (*run.roles, REFERENCE)
         }
-        self._parts = {name: role_parts(engine.model) for name, engine in run.roles.items()}
+        here = {**run.roles, REFERENCE: run.ref} if run.ref is not None else run.roles
+        self._parts = {
+            name: role_parts(role.model) for name, role in here.items() if role.model is not None
+        }
         directories = [f"{name}/{part}" for name in run.roles for part in ("weights", OPTIMIZER)]
         if run.ref is not None:
-            self._parts[REFERENCE] = role_parts(run.ref.model)
             directories.append(f"{REFERENCE}/weights")
         self._plans = {name: SavePlans() for name in directories}
         self._small: dict[str, Any] = {}
@@ -114,11 +118,12 @@ class Checkpointer:
             self._say(line)
         state = point.state
         with _naming_versions(point):
-            for name, engine in self._run.roles.items():
-                self._load_role(name, engine=engine, point=point)
+            for name, role in self._run.roles.items():
+                self._load_role(name, role=role, point=point)
             if self._run.ref is not None:
                 self._load_reference(self._run.ref, point=point)
         together(lambda: self._run.load_parts(state["parts"]), group=self._group, what="resume")
+        together(lambda: self._load_tensors(point), group=self._group, what="resume")
         if point.same_layout:
             path = point.folder / _rng_file(self._rank)
             set_rng_state(
@@ -203,41 +208,60 @@ class Checkpointer:
         self._small = {
             "parts": self._run.parts_state(),
             "rng": rng_state(self._rng_roles(), device=self._context.device),
+            "tensors": {name: part.tensor_state() for name, part in self._run.tensors.items()},
         }
 
     def _begin_save(self) -> tuple[TrainingSave, TrainingManifest, dict[str, Any]]:
-        engines, ref = self._run.roles, self._run.ref
+        roles, ref = self._run.roles, self._run.ref
         save = TrainingSave(
             self._checkpoints,
             step=self._step,
             plans=self._plans,
-            num_bytes=sum(_state_bytes(engine) for engine in engines.values()),
+            num_bytes=sum(_state_bytes(role) for role in roles.values()),
             group=self._group,
             rank=self._rank,
             validate=self._num_saves == 0,
         )
-        for name, engine in engines.items():
-            buffers = self._buffers[name]
-            readable = engine.memory.readable
-            parts = self._parts[name]
-            weights = captured_weights(parts, buffers=buffers, readable=readable)
-            optimizer = captured_optimizer(
-                parts, optimizer=engine.optimizer, buffers=buffers, readable=readable
-            )
-            buffers.synchronize()
+        for name, role in roles.items():
+            weights, optimizer = self._captured(name, engine=role.engine)
             save.plan(f"{name}/weights", state=weights)
             save.plan(f"{name}/{OPTIMIZER}", state=optimizer)
         if ref is not None:
-            weights = captured_weights(
-                self._parts[REFERENCE],
-                buffers=self._buffers[REFERENCE],
-                readable=ref.memory.readable,
-            )
-            self._buffers[REFERENCE].synchronize()
+            weights, _ = self._captured(REFERENCE, engine=ref.engine)
             save.plan(f"{REFERENCE}/weights", state=weights)
         state = self._state()
-        save.begin({_rng_file(self._rank): self._small["rng"]})
+        save.begin({_rng_file(self._rank): self._small["rng"], **self._tensor_files()})
         return save, self._manifest(), state
+
+    def _captured(
+        self, name: str, *, engine: ModelEngine | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's part of a role's weights and optimizer, in host memory; nothing where it has
+        none."""
+        if engine is None:
+            return {}, {}
+        parts, buffers, readable = self._parts[name], self._buffers[name], engine.memory.readable
+        weights = captured_weights(parts, buffers=buffers, readable=readable)
+        optimizer: dict[str, Any] = {}
+        if engine.optimizer is not None:
+            optimizer = captured_optimizer(
+                parts, optimizer=engine.optimizer, buffers=buffers, readable=readable
+            )
+        buffers.synchronize()
+        return weights, optimizer
+
+    def _tensor_files(self) -> dict[str, Any]:
+        """On rank 0: those of the parts whose state holds tensors."""
+        if self._rank != 0:
+            return {}
+        states: dict[str, Any] = self._small["tensors"]
+        return {_tensor_file(name): state for name, state in states.items() if state is not None}
+
+    def _load_tensors(self, point: ResumePoint) -> None:
+        for name, part in self._run.tensors.items():
+            path = point.folder / _tensor_file(name)
+            if path.exists():
+                part.load_tensor_state(read_rng_state(path))
 
     def _finish_save(self) -> None:
         assert self._save is not None
@@ -271,25 +295,32 @@ class Checkpointer:
             self._pruning.join()
 
     def _state(self) -> dict[str, Any]:
-        roles = self._run.roles
+        steps = gather_lists(
+            [
+                (name, adam_steps(role.engine.optimizer))
+                for name, role in self._run.roles.items()
+                if role.engine is not None
+            ],
+            group=self._group,
+        )
         return {
             "step": self._step,
             "weight_version": self._step,
             "run_id": self._run_id,
-            "optimizer_steps": {name: adam_steps(e.optimizer) for name, e in roles.items()},
+            "optimizer_steps": {name: dict(steps)[name] for name in self._run.roles},
             "parts": self._small["parts"],
             "models": self._models,
             "config": self._plain_config,
         }
 
     def _manifest(self) -> TrainingManifest:
-        layouts = {name: e.model.groups.layout for name, e in self._run.roles.items()}
+        layouts = {name: role.layout for name, role in self._run.roles.items()}
         return TrainingManifest(
             step=self._step,
             run_id=self._run_id,
             written_at=utc_now(),
             world_size=self._context.world_size,
-            layouts=sizes_of(layouts),
+            layouts=sizes_of(layouts, world_size=self._context.world_size),
             versions=installed_versions(),
         )
 
@@ -297,31 +328,30 @@ class Checkpointer:
         """On rank 0: the state, each role's description, and the run's own files onto the disk."""
         with (folder / STATE).open("w", encoding="utf-8") as file:
             json.dump(state, file, indent=1)
-        engines = dict(self._run.roles)
+        roles = dict(self._run.roles)
         if self._run.ref is not None:
-            engines[REFERENCE] = self._run.ref
-        for name, engine in engines.items():
-            self._describe_role(RoleFolder(folder / name), engine=engine)
+            roles[REFERENCE] = self._run.ref
+        for name, role in roles.items():
+            self._describe_role(RoleFolder(folder / name), role=role)
         for name in LINES_BY_STEP:
             path = folder.parents[1] / name
             if path.exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
-    def _describe_role(self, folder: RoleFolder, *, engine: ModelEngine) -> None:
-        model, layout = engine.model, engine.model.groups.layout
-        dtype = str(model.config.params_dtype).removeprefix("torch.")
+    def _describe_role(self, folder: RoleFolder, *, role: PlacedRole) -> None:
+        layout, dtype = role.layout, str(role.dtype).removeprefix("torch.")
         template = self._config.actor.model
-        if engine is self._run.roles.get("critic"):
+        if role is self._run.roles.get("critic"):
             template = self._config.critic.model or template
         folder.hf.mkdir()
         write_config_files(
-            folder.hf, template_dir=Path(template), arch=model.arch, head=model.head, dtype=dtype
+            folder.hf, template_dir=Path(template), arch=role.arch, head=role.head, dtype=dtype
         )
         Manifest(
-            head=model.head,
+            head=role.head,
             dtype=dtype,
-            num_parameters=num_parameters(model.arch, head=model.head),
+            num_parameters=num_parameters(role.arch, head=role.head),
             written_at={
                 "tensor_model_parallel_size": layout.tensor_model_parallel_size,
                 "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
@@ -332,37 +362,38 @@ class Checkpointer:
             versions=installed_versions(),
         ).write(folder)
 
-    def _load_role(self, name: str, *, engine: ModelEngine, point: ResumePoint) -> None:
+    def _load_role(self, name: str, *, role: PlacedRole, point: ResumePoint) -> None:
         checkpoint = open_role(point.folder, role=name)
-        with engine.memory.on_device(WEIGHTS, OPTIMIZER_STATE, writes=True):
-            self._load_trained(engine, name=name, checkpoint=checkpoint, point=point)
+        with _on_device(role, WEIGHTS, OPTIMIZER_STATE):
+            load_weights(role.model, checkpoint=checkpoint)
+            if role.engine is not None:
+                role.engine.weights_changed()
+            with role.model.groups.active() if role.model is not None else nullcontext():
+                restore_optimizer(
+                    role.model,
+                    optimizer=role.engine.optimizer if role.engine is not None else None,
+                    checkpoint=checkpoint,
+                    directory=checkpoint.folder.path / OPTIMIZER,
+                    steps=point.state["optimizer_steps"][name],
+                    dtype=role.dtype,
+                )
 
-    def _load_trained(
-        self, engine: ModelEngine, *, name: str, checkpoint: RoleCheckpoint, point: ResumePoint
-    ) -> None:
-        load_weights(engine.model, checkpoint=checkpoint)
-        engine.weights_changed()
-        with engine.model.groups.active():
-            restore_optimizer(
-                engine.model,
-                optimizer=engine.optimizer,
-                checkpoint=checkpoint,
-                directory=checkpoint.folder.path / OPTIMIZER,
-                steps=point.state["optimizer_steps"][name],
-            )
-
-    def _load_reference(self, ref: ModelEngine, *, point: ResumePoint) -> None:
+    def _load_reference(self, ref: PlacedRole, *, point: ResumePoint) -> None:
         folder = RoleFolder(point.folder / REFERENCE)
         if not folder.manifest.exists():
             raise UserError(
                 f"{point.folder}: holds no {REFERENCE}/, the reference after the warm-up: the run "
                 "that wrote it had none (ppo.kl.place=off); set that again, or give ref.model"
             )
-        with ref.memory.on_device(WEIGHTS, writes=True):
+        with _on_device(ref, WEIGHTS):
             load_weights(ref.model, checkpoint=open_role_folder(folder))
 
     def _rng_roles(self) -> dict[str, Any]:
-        return {name: engine.model.groups for name, engine in self._run.roles.items()}
+        return {
+            name: role.model.groups
+            for name, role in self._run.roles.items()
+            if role.model is not None
+        }
 
     def _from_first_rank(self, text: str) -> str:
         shared = [text]
@@ -370,11 +401,18 @@ class Checkpointer:
         return shared[0]
 
 
-def _state_bytes(engine: ModelEngine) -> int:
+def _on_device(role: PlacedRole, *kinds: str) -> AbstractContextManager[None]:
+    """Inside, these kinds of the role's memory are on this rank's device, to be written."""
+    if role.engine is None:
+        return nullcontext()
+    return role.engine.memory.on_device(*kinds, writes=True)
+
+
+def _state_bytes(role: PlacedRole) -> int:
     """Of a role's weights, moments and, in bf16, master weights."""
-    itemsize = engine.model.config.params_dtype.itemsize
+    itemsize = role.dtype.itemsize
     per_parameter = itemsize + (8 if itemsize == 4 else 12)
-    return num_parameters(engine.model.arch, head=engine.model.head) * per_parameter
+    return num_parameters(role.arch, head=role.head) * per_parameter
 
 
 @contextmanager
@@ -398,3 +436,7 @@ def _naming_versions(point: ResumePoint) -> Iterator[None]:
 
 def _rng_file(rank: int) -> str:
     return f"rng/rank_{rank:04d}.pt"
+
+
+def _tensor_file(name: str) -> str:
+    return f"{name}.pt"

@@ -16,6 +16,8 @@ TOOLS = {
     "plan-memory": "plan_memory",
     "plan-reshard": "plan_reshard",
     "report": "report",
+    "trace": "trace",
+    "simulate": "simulate",
     "config-reference": "config_reference",
     "fetch-smollm2": "fetch_smollm2",
     "make-arithmetic": "make_arithmetic",

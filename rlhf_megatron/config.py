@@ -21,6 +21,7 @@ from rlhf_megatron.faults_config import FaultsConfig
 from rlhf_megatron.loader import Loaded, load
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
 from rlhf_megatron.observability.config import LoggingConfig
+from rlhf_megatron.placement_config import PipelineConfig, apply_placement
 from rlhf_megatron.reshard.config import ParityConfig, ReshardConfig
 from rlhf_megatron.rewards.config import RewardConfig
 from rlhf_megatron.rollout.config import RolloutConfig
@@ -59,6 +60,11 @@ class Config:
     """The whole configuration of a training run."""
 
     run: RunConfig = items(RunConfig)
+    placement: list[dict[str, Any]] = items()
+    """Groups of ranks and the roles on them, such as [{ranks: 0-3, roles: [actor, ref, rollout]},
+    {ranks: 4-7, roles: [critic]}]. Roles: actor, critic, ref, reward, rollout. It sets the roles'
+    own ranks; a role that it does not name keeps those (all, and rollout the actor's). Empty
+    (default): every rank has every role."""
     data: DataConfig = items(DataConfig)
     evaluation: EvaluationConfig = items(EvaluationConfig)
     warmup: WarmupConfig = items(WarmupConfig)
@@ -67,6 +73,7 @@ class Config:
     ref: ReferenceConfig = items(ReferenceConfig)
     reward: RewardConfig = items(RewardConfig)
     rollout: RolloutConfig = items(RolloutConfig)
+    pipeline: PipelineConfig = items(PipelineConfig)
     ppo: PpoConfig = items(PpoConfig)
     reshard: ReshardConfig = items(ReshardConfig)
     parity: ParityConfig = items(ParityConfig)
@@ -97,6 +104,10 @@ def read_config(paths: Sequence[str], *, overrides: Sequence[str] = ()) -> Loade
     """The same without an error: the problems are in what it returns."""
     loaded = load(Config, paths=paths, overrides=overrides)
     loaded.config.secrets = loaded.secrets
+    if "placement" not in loaded.faulty_keys:
+        found = apply_placement(loaded.config)
+        loaded.problems += found
+        loaded.faulty_keys |= {"placement"} if found else set()
     return loaded
 
 

@@ -137,8 +137,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "loss_agg_mode": _of("verl", "ppo.aggregation"),
     "vf_coef": _of(
         "TRL",
+        "critic.shared_loss_weight",
         "critic.optimizer.learning_rate",
-        remark="the critic is a model of its own, so its loss has no weight",
+        remark="a critic that is a model of its own has no weight but its rate",
     ),
     "critic_warmup": _of("verl", "ppo.critic_warmup_steps"),
     "freezing_actor_steps": _of("OpenRLHF", "ppo.critic_warmup_steps"),

@@ -42,6 +42,7 @@ TYPES = {
     "str": "text",
     "list[int]": "whole numbers",
     "list[str]": "texts",
+    "list[dict[str, typing.Any]]": "list of mappings",
     "dict[str, typing.Any]": "mapping",
 }
 
@@ -61,7 +62,11 @@ def reference_page() -> str:
     first_seen: dict[type, str] = {}
     parts = [INTRODUCTION]
     for name, kind in get_type_hints(Config).items():
-        parts += _section(getattr(Config(), name), key=name, kind=kind, first_seen=first_seen)
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            parts += _section(getattr(Config(), name), key=name, kind=kind, first_seen=first_seen)
+        else:
+            parts += _single_key(name, kind=kind)
     return "\n\n".join([*parts, *_names_elsewhere()]) + "\n"
 
 
@@ -92,6 +97,19 @@ def rule_of(kind: Any, *, metadata: Mapping[str, Any]) -> str:
     if high is not None:
         text += f", at most {high}"
     return f"secret {text}" if metadata.get(SECRET) else text
+
+
+def _single_key(name: str, *, kind: Any) -> Iterator[str]:
+    """A key that is not inside a section."""
+    (declared,) = (field for field in fields(Config) if field.name == name)
+    row = Entry(
+        key=name,
+        rule=rule_of(kind, metadata=declared.metadata),
+        default=show(getattr(Config(), name)),
+        meaning=docstrings_of(Config)[name],
+    )
+    yield f"## {name}"
+    yield _table([row])
 
 
 def _section(instance: Any, *, key: str, kind: type, first_seen: dict[type, str]) -> Iterator[str]:

@@ -5,12 +5,15 @@ from pathlib import Path
 
 from rlhf_megatron.architectures import Architectures, read_architectures
 from rlhf_megatron.config import Config
+from rlhf_megatron.data.same_tokenizer import check_same_tokenizers
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.memory_report import GPU_MEMORY_GB, machine_of, planned, role_models
 from rlhf_megatron.placement import place_engines
+from rlhf_megatron.placement_table import placement_lines
 from rlhf_megatron.reshard.minimum import bytes_minimum
 from rlhf_megatron.resolve import describe_batch, parallel_layout
+from rlhf_megatron.shared_backbone import trained_roles
 from rlhf_megatron.validation import validate_paths
 
 GPUS_PER_NODE = 8
@@ -31,20 +34,25 @@ def describe(
     that a run needs and that are not here are listed; they are no fault of the configuration.
     """
     architectures = read_architectures(config, stand_ins=stand_ins)
+    check_same_tokenizers(config)
     actor = architectures.actor
     lines = [describe_batch(config, world_size=world_size), "", "roles:"]
-    roles = [("actor", config.actor.parallel), ("critic", config.critic.parallel)]
+    roles = [(name, role.parallel) for name, role in trained_roles(config).items()]
     if config.ppo.kl.place != "off":
         roles.append(("ref", config.ref.parallel))
     for role, parallel in roles:
         layout = parallel_layout(parallel, world_size=world_size)
         virtual = layout.virtual_pipeline_model_parallel_size
         lines.append(
-            f"  {role:<8} ranks {layout.ranks[0]}-{layout.ranks[-1]}  "
+            f"  {role:<8} {len(layout.ranks)} ranks  "
             f"TP{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
             f"{f'VPP{virtual} ' if virtual > 1 else ''}DP{layout.data_parallel_size}, "
             f"fastest first: {'-'.join(layout.order)}"
         )
+    if config.critic.shared_backbone:
+        weight = config.critic.shared_loss_weight
+        lines.append(f"  critic   a head on the actor; its loss weighs {weight}")
+    lines += ["", "placement:", *placement_lines(config, world_size=world_size)]
     lines += ["", *_reshard(config, arch=actor, world_size=world_size)]
     memory = planned(
         config,

@@ -14,14 +14,15 @@ from rlhf_megatron.weight_sync import NO_SYNC, SyncReport, WeightSync
 class EngineWeights:
     """Sleeping, waking and syncing in an order that fits the memory of a GPU.
 
-    Collective over the job, also on ranks whose `engine` is None. `sleep_level`: of the config.
+    Collective over the job, also on ranks whose `engine` is None; those whose `sync` is None have
+    no part in the weights and pass by. `sleep_level`: of the config.
     """
 
     def __init__(
         self,
         engine: RolloutEngine | None,
         *,
-        sync: WeightSync,
+        sync: WeightSync | None,
         sleep_level: int,
         ledger: PhaseLedger,
         device: torch.device,
@@ -42,6 +43,8 @@ class EngineWeights:
 
     def sync(self, *, version: int) -> SyncReport:
         """Wake the engine with the actor's present weights, which become `version`."""
+        if self._sync is None:
+            return NO_SYNC
         with self._waking():
             report = self._sync.run(version=version)
         self._ledger.communication.record(
@@ -54,6 +57,8 @@ class EngineWeights:
 
     def wake(self) -> SyncReport:
         """Wake the engine with the weights that it has."""
+        if self._sync is None:
+            return NO_SYNC
         with self._waking():
             return NO_SYNC
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,8 @@ from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.data.exchange import gather_batch, gather_lists, share_out
 from rlhf_megatron.data.prompts import PromptRow
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.distributed.groups import RoleGroups
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.observability.ledger import PhaseLedger
+from rlhf_megatron.observability.ledger import EXCHANGE, PhaseLedger
 from rlhf_megatron.observability.rollouts import RolloutRow
 from rlhf_megatron.rewards.contract import (
     BackgroundScorer,
@@ -22,7 +21,8 @@ from rlhf_megatron.rewards.contract import (
     Scorer,
     ScoringInput,
 )
-from rlhf_megatron.rewards.score import ScoringFailure, score_batch, stop_error
+from rlhf_megatron.rewards.score import Scores, ScoringFailure, score_batch, stop_error
+from rlhf_megatron.role_exchange import RoleExchange
 from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
 from rlhf_megatron.stopping import StepAbandoned
 
@@ -62,8 +62,21 @@ class Rollouts:
     """Of `samples`; None where the rank itself scores them, in `score`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Merged:
+    """What the ranks of the reward role found."""
+
+    failed: list[ScoringFailure]
+    counts: dict[str, float]
+    rows: list[RolloutRow]
+
+
 class ExperienceMaker:
-    """Answers prompts with the engines, scores the responses, and gathers both."""
+    """Answers prompts with the engines, scores the responses, and gathers both.
+
+    Where the placement is split, a rank enters the phases rollout and reward if it has a part in
+    them, and all meet in the phase exchange.
+    """
 
     def __init__(
         self,
@@ -71,22 +84,26 @@ class ExperienceMaker:
         engine: RolloutEngine | None,
         engines: Sequence[tuple[int, ...]],
         tokenizer: Tokenizer,
-        scorer: Scorer,
+        scorer: Scorer | None,
+        overlaps: bool,
         on_error: str,
         error_value: float,
-        reward: RoleGroups,
+        exchange: RoleExchange,
         rank: int,
         job_group: dist.ProcessGroup,
         device: torch.device,
         ledger: PhaseLedger,
     ) -> None:
-        self._reward, self._rank, self._device = reward, rank, device
+        """`scorer`: None on a rank without the reward role. `overlaps`: whether responses are
+        scored while the ranks do something else, known on all ranks."""
+        assert scorer is None or overlaps == isinstance(scorer, BackgroundScorer)
+        self._exchange, self._rank, self._device = exchange, rank, device
+        self._reward_ranks = exchange.placement.ranks["reward"]
         self._engine, self._engines = engine, list(engines)
         self._tokenizer, self._scorer, self._on_error = tokenizer, scorer, on_error
         self._error_value = error_value
         self._group, self._ledger = job_group, ledger
-        self.overlaps = isinstance(scorer, BackgroundScorer)
-        """Whether responses are scored while the ranks do something else."""
+        self.overlaps = overlaps
         self._replica = self._shard = 0
         if engine is not None:
             self._replica = self._engines.index(engine.ranks)
@@ -112,22 +129,33 @@ class ExperienceMaker:
         prefix: str = "",
     ) -> Rollouts:
         """The first half of `run`; where it `overlaps`, scoring has begun. Collective."""
+        if not self._exchange.is_split:
+            with self._ledger.phase(f"{prefix}rollout"):
+                part = self._generate(rows, sampling=sampling, step=step)
+                return self._gather(part, rows=rows, prefix=prefix)
+        part = self.generate(rows, sampling=sampling, step=step, prefix=prefix)
+        return self.gather(part, rows=rows, prefix=prefix)
+
+    def generate(
+        self,
+        rows: Sequence[PromptRow],
+        *,
+        sampling: SamplingParameters,
+        step: int,
+        prefix: str = "",
+    ) -> RaggedBatch | None:
+        """This rank's part of a rollout, to be given to `gather`. Collective over the engine."""
+        if self._engine is None and self._exchange.is_split:
+            return None
         with self._ledger.phase(f"{prefix}rollout"):
-            part = self._generate(rows, sampling=sampling, step=step)
-            begin = time.perf_counter()
-            batch = gather_batch(part, group=self._group)
-            self._ledger.communication.record(
-                "exchange",
-                collective="all_gather_object",
-                num_bytes=batch.num_bytes - (part.num_bytes if part is not None else 0),
-                seconds=time.perf_counter() - begin,
-            )
-            by_id = {row.prompt_id: row for row in rows}
-            samples = self._samples(batch, by_id=by_id)
-            pending = None
-            if isinstance(self._scorer, BackgroundScorer):
-                pending = self._scorer.start(samples)
-        return Rollouts(batch=batch, by_id=by_id, prefix=prefix, samples=samples, pending=pending)
+            return self._generate(rows, sampling=sampling, step=step)
+
+    def gather(
+        self, part: RaggedBatch | None, *, rows: Sequence[PromptRow], prefix: str = ""
+    ) -> Rollouts:
+        """All ranks' parts; where it `overlaps`, scoring has begun. Collective over the job."""
+        with self._exchange.joined(prefix=prefix):
+            return self._gather(part, rows=rows, prefix=prefix)
 
     def score(self, rollouts: Rollouts) -> Experience:
         """The second half of `run`: each sample's reward, and the samples that have one.
@@ -136,11 +164,33 @@ class ExperienceMaker:
         StepAbandoned instead where the fault lies with reward servers in a training step, and
         UserError where no sample has a score.
         """
-        batch = rollouts.batch
-        with self._ledger.phase(f"{rollouts.prefix}reward"):
-            failed = gather_lists(self._score(rollouts), group=self._group)
-            counts = self._gather_counts()
-            table = self._rows(batch, by_id=rollouts.by_id)
+        if not self._exchange.is_split:
+            with self._ledger.phase(f"{rollouts.prefix}reward"):
+                merged = self._merge(rollouts, own=self._score(rollouts))
+        else:
+            own = None
+            if self._scorer is not None:
+                with self._ledger.phase(f"{rollouts.prefix}reward"):
+                    own = self._score(rollouts)
+            with self._exchange.joined(prefix=rollouts.prefix):
+                merged = self._merge(rollouts, own=own)
+        return self._judged(rollouts, merged=merged)
+
+    def again(self, rollouts: Rollouts) -> Rollouts:
+        """The same without scores, to be scored once more."""
+        by_id = rollouts.by_id
+        return replace(rollouts, samples=self._samples(rollouts.batch, by_id=by_id), pending=None)
+
+    def restored(
+        self, rollouts: Rollouts, *, failed: list[ScoringFailure], counts: dict[str, float]
+    ) -> Experience:
+        """What `score` returned, from a batch with its rewards, NaN where a sample was dropped."""
+        rows = self._rows(rollouts.batch, by_id=rollouts.by_id)
+        merged = _Merged(failed=failed, counts=counts, rows=rows)
+        return self._judged(rollouts, merged=merged)
+
+    def _judged(self, rollouts: Rollouts, *, merged: _Merged) -> Experience:
+        batch, failed = rollouts.batch, merged.failed
         if failed and self._on_error == "stop":
             away = [failure for failure in failed if failure.unavailable]
             if away and not rollouts.prefix:
@@ -158,11 +208,30 @@ class ExperienceMaker:
         num_dropped = len(batch) - len(kept)
         return Experience(
             batch=batch.select(kept) if num_dropped else batch,
-            rows=table,
+            rows=merged.rows,
             failed=failed,
             kept=kept,
             num_dropped=num_dropped,
-            counts=counts,
+            counts=merged.counts,
+        )
+
+    def _gather(
+        self, part: RaggedBatch | None, *, rows: Sequence[PromptRow], prefix: str
+    ) -> Rollouts:
+        gathered = gather_batch(part, group=self._group)
+        self._ledger.communication.record(
+            EXCHANGE,
+            collective="broadcast",
+            num_bytes=gathered.bytes_received,
+            seconds=gathered.seconds,
+        )
+        by_id = {row.prompt_id: row for row in rows}
+        samples = self._samples(gathered.batch, by_id=by_id)
+        pending = None
+        if isinstance(self._scorer, BackgroundScorer):
+            pending = self._scorer.start(samples)
+        return Rollouts(
+            batch=gathered.batch, by_id=by_id, prefix=prefix, samples=samples, pending=pending
         )
 
     def _generate(
@@ -182,7 +251,9 @@ class ExperienceMaker:
 
     def _share(self, batch: RaggedBatch) -> range:
         """The ranks of the reward role share the samples, whichever engine they came from."""
-        ranks = self._reward.layout.ranks
+        ranks = self._reward_ranks
+        if self._rank not in ranks:
+            return range(0)
         return share_out(len(batch), part=ranks.index(self._rank), num_parts=len(ranks))
 
     def _samples(self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]) -> list[ScoringInput]:
@@ -202,34 +273,46 @@ class ExperienceMaker:
             )
         return samples
 
-    def _score(self, rollouts: Rollouts) -> list[ScoringFailure]:
-        """Adds `rewards` to the batch, NaN where a sample is dropped; returns this rank's failures.
-        Under "stop" they are dropped for now: all ranks have to know before any raises."""
-        batch, pending, scorer = rollouts.batch, rollouts.pending, self._scorer
-        scores = score_batch(
+    def _score(self, rollouts: Rollouts) -> Scores:
+        """Of this rank's samples. Under "stop" those that fail are dropped for now: all ranks have
+        to know before any raises."""
+        pending, scorer = rollouts.pending, self._scorer
+        assert scorer is not None
+        return score_batch(
             rollouts.samples,
             scorer=scorer if pending is None else lambda _: pending.result(),
             on_error="drop" if self._on_error == "stop" else self._on_error,
             error_value=self._error_value,
         )
+
+    def _merge(self, rollouts: Rollouts, *, own: Scores | None) -> _Merged:
+        """Adds `rewards` to the batch, NaN where a sample is dropped."""
+        batch = rollouts.batch
         rewards = torch.zeros(len(batch), device=self._device)
-        rewards[list(self._share(batch))] = scores.rewards.to(self._device)
+        if own is not None:
+            rewards[list(self._share(batch))] = own.rewards.to(self._device)
         begin = time.perf_counter()
         dist.all_reduce(rewards, group=self._group)
         self._ledger.communication.record(
-            "rewards",
+            EXCHANGE,
             collective="all_reduce",
             num_bytes=rewards.nbytes,
             seconds=time.perf_counter() - begin,
         )
         batch.sample["rewards"] = rewards.cpu()
-        return scores.failed
+        return _Merged(
+            failed=gather_lists(own.failed if own is not None else [], group=self._group),
+            counts=self._gather_counts(),
+            rows=self._rows(batch, by_id=rollouts.by_id),
+        )
 
     def _gather_counts(self) -> dict[str, float]:
-        if not isinstance(self._scorer, BackgroundScorer):
+        if not self.overlaps:
             return {}
+        background = isinstance(self._scorer, BackgroundScorer)
+        own = [self._scorer.take_counts()] if background else []  # type: ignore[union-attr]
         total: dict[str, float] = {}
-        for counts in gather_lists([self._scorer.take_counts()], group=self._group):
+        for counts in gather_lists(own, group=self._group):
             for name, value in counts.items():
                 total[name] = total.get(name, 0.0) + value
         return total

@@ -23,8 +23,11 @@ PHASES = (
     "checkpoint",
     "evaluation_rollout",
     "evaluation_reward",
+    "exchange",
+    "evaluation_exchange",
 )
-"""In the order of a step; what comes before the first of them is the setup."""
+"""In the order of a step; what comes before the first of them is the setup. `exchange`: where roles
+have ranks of their own, they tell each other what they found, and wait for the slowest."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +68,8 @@ class FaultsConfig:
 
     phase_limits: dict[str, Any] = items(dict)
     """Limits of single phases in seconds, such as {rollout: 3600, checkpoint: 600}; 0 is none.
-    Names are those of time/<phase>_seconds, and setup, which has no limit of its own accord.
+    Names are those of time/<phase>_seconds, and setup, which has no limit of its own accord; nor
+    has exchange, where ranks wait for others, which have theirs.
     An evaluation's phases take those of rollout and reward unless they have their own."""
 
 
@@ -106,6 +110,6 @@ def phase_limit(faults: FaultsConfig, *, phase: str, rollout_timeout_seconds: fl
             return Limit(float(faults.phase_limits[name]), f"faults.phase_limits.{name}")
     if "rollout" in names and rollout_timeout_seconds > 0:
         return Limit(rollout_timeout_seconds, "rollout.timeout_seconds")
-    if phase == SETUP:
-        return Limit(0.0, "faults.phase_limits.setup")
+    if phase == SETUP or "exchange" in names:
+        return Limit(0.0, f"faults.phase_limits.{names[-1]}")
     return Limit(faults.phase_limit_seconds, "faults.phase_limit_seconds")

@@ -32,6 +32,7 @@ TYPE_NAMES = {
     "str": "text",
     "list[int]": "a list of whole numbers, such as [1, 2]",
     "list[str]": "a list of texts, such as [a, b]",
+    "list[dict[str, typing.Any]]": "a list of mappings, such as [{ranks: 0-3, roles: [actor]}]",
     "dict[str, typing.Any]": "a mapping of names to values",
 }
 

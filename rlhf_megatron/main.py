@@ -4,15 +4,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rlhf_megatron.architectures import Architectures, read_architectures, stand_in_folders
 from rlhf_megatron.config import Config
 from rlhf_megatron.config_names import answer
+from rlhf_megatron.data.same_tokenizer import check_same_tokenizers
 from rlhf_megatron.environment import adopt_slurm_environment
 from rlhf_megatron.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, UserError
 from rlhf_megatron.ranks import refuse, run_ranks
 from rlhf_megatron.resolve import describe_batch
+from rlhf_megatron.role_ranks import role_placement
 from rlhf_megatron.validation import load_and_validate
 
 if TYPE_CHECKING:
@@ -97,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return EXIT_DONE
         architectures = read_architectures(config)
+        check_same_tokenizers(config)
     except UserError as error:
         return refuse(error)
     return train(config, architectures=architectures)
@@ -113,6 +117,7 @@ def train(config: Config, *, architectures: Architectures) -> int:
         from rlhf_megatron.memory_report import planned_peaks, suggested, write_planned_peaks
         from rlhf_megatron.observability.ledger import PhaseLedger
         from rlhf_megatron.observability.logs import setup_logging
+        from rlhf_megatron.observability.trace import trace_at_end
         from rlhf_megatron.out_of_memory import OutOfMemoryReport
         from rlhf_megatron.phase_limits import position_of
         from rlhf_megatron.resume import find_resume_point
@@ -123,7 +128,8 @@ def train(config: Config, *, architectures: Architectures) -> int:
         signals = StopSignals()
         if config.doctor.at_start:
             check_machines(config, architectures=architectures, context=context, channel=channel)
-        ledger = PhaseLedger(rank=context.rank, device=context.device)
+        placement = role_placement(config, world_size=context.world_size)
+        ledger = PhaseLedger(rank=context.rank, device=context.device, apart=placement.phases_apart)
         channel.position = lambda: position_of(ledger, config=config)
         channel.hide = config.secrets.hide
         point = find_resume_point(config, context=context)
@@ -148,6 +154,7 @@ def train(config: Config, *, architectures: Architectures) -> int:
         except RunStopped as stopped:
             if context.rank == 0:
                 print(stopped, flush=True)
+                trace_at_end(Path(config.run.output_dir), steps=config.logging.trace_steps)
             return EXIT_STOPPED_RESUMABLE
         except Exception as error:
             memory.raise_for(error)

@@ -28,6 +28,18 @@ copies (ModelEngine.memory.readable)."""
 ORDER = PHASES[PHASES.index("rollout") : PHASES.index("reshard") + 1]
 """Of a step's phases."""
 
+ORDERS = {
+    0: ORDER,
+    1: (
+        *("rollout", "sleep", "update_critic", "update_actor"),
+        *("log_prob", "ref_log_prob", "value", "reshard", "reward", "advantage"),
+    ),
+}
+"""pipeline.depth -> a step's phases in order, as far as the phase that follows is known."""
+
+PASSED_THROUGH = ("exchange", "evaluation_exchange")
+"""Phases in which everything stays where it is: ranks only wait in them."""
+
 ROOM_USED = 0.9
 """Share of the free memory that counts as room to fetch ahead: the rest may lie in pieces."""
 
@@ -85,6 +97,8 @@ class Offloader:
         engine.memory.release(*kinds)
 
     def phase_entered(self, *, step: int, phase: str) -> None:
+        if phase in PASSED_THROUGH:
+            return
         following = self._following(phase)
         self._release_all_but(phase, following)
         self._brought_gb = self._fetch(phase)
@@ -94,6 +108,8 @@ class Offloader:
             self._brought_gb += self._fetch(following)
 
     def phase_exited(self, record: PhaseRecord) -> None:
+        if record.phase in PASSED_THROUGH:
+            return
         growth = record.peak_gb - record.entry_gb - self._brought_gb
         self._growth_gb[record.phase] = max(growth, 0.0)
         self._release_all_but(self._following(record.phase))
@@ -133,7 +149,11 @@ class Offloader:
 
     def _following(self, phase: str) -> str:
         """The phase after this one in a step; "" where that is not known."""
-        order = [p for p in ORDER if p != "ref_log_prob" or "ref" in self._roles]
+        order = [
+            p
+            for p in ORDERS[self._config.pipeline.depth]
+            if p not in NEEDS or NEEDS[p][0] in self._roles
+        ]
         if phase not in order:
             return ""
         return order[(order.index(phase) + 1) % len(order)]

@@ -29,6 +29,7 @@ from rlhf_megatron.algorithms.whitening import whiten
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import LossResult, ModelEngine, StepResult
+from rlhf_megatron.joint_loss import joint_loss
 from rlhf_megatron.micro_batches import micro_batches_of
 
 POLICY_FIELDS: tuple[str, ...] = ("old_logprobs", "advantages", "loss_mask")
@@ -101,15 +102,22 @@ class PpoStep:
         self,
         config: PpoConfig,
         *,
-        actor: ModelEngine,
-        critic: ModelEngine,
+        actor: ModelEngine | None,
+        critic: ModelEngine | None,
         ref: ModelEngine | None,
         temperature: float,
         max_response_tokens: int,
         seed: int,
         guard: UpdateGuard | None = None,
+        shared_loss_weight: float | None = None,
     ) -> None:
+        """actor, critic, ref: None on a rank without a part of them, which does not call what needs
+        them; `ref` also where there is none.
+
+        shared_loss_weight: of an actor with both heads, that of the value loss in its updates
+        (joint_loss.py); there is no critic then."""
         self._config = config
+        self._shared_loss_weight = shared_loss_weight
         self._guard = guard or NoGuard()
         self.actor, self.critic, self.ref = actor, critic, ref
         self._temperature = temperature
@@ -147,23 +155,40 @@ class PpoStep:
         )
         return found["logprobs"]
 
+    def log_probs_and_values(
+        self, batch: RaggedBatch, *, plan: Sequence[MiniBatch]
+    ) -> dict[str, Tensor]:
+        """Of an actor with both heads: `log_probs` as "logprobs", and `values`, in one pass."""
+        actor = self.actor
+        assert actor is not None
+
+        def outputs(hidden: Tensor, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
+            assert micro.values is not None, "the actor has one head"
+            found = actor.log_probs(hidden, micro_batch=micro, temperature=self._temperature)
+            return {
+                "logprobs": (found.logprobs, micro.response_rows),
+                **_value_outputs(micro.values, micro),
+            }
+
+        return actor.infer(
+            [m for mini in plan for m in self._micro_batches(actor, batch, mini, fields=())],
+            outputs=outputs,
+            sizes={
+                "logprobs": batch.num_response_tokens,
+                "values": batch.num_response_tokens,
+                "last": len(batch),
+            },
+        )
+
     def values(self, batch: RaggedBatch, *, plan: Sequence[MiniBatch]) -> dict[str, Tensor]:
         """The critic's "values" at each response token's state, [R], and "last" at each sample's
         last token, [B] (what a truncated response goes on with)."""
 
-        def outputs(output: Tensor, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
-            values = output[:, 0]
-            return {
-                "values": (values[micro.state_indices], micro.response_rows),
-                "last": (values[micro.last_indices], micro.sample_rows),
-            }
-
-        micro_batches = [
-            m for mini in plan for m in self._micro_batches(self.critic, batch, mini, fields=())
-        ]
-        return self.critic.infer(
-            micro_batches,
-            outputs=outputs,
+        critic = self.critic
+        assert critic is not None, "the values come with the log-probs"
+        return critic.infer(
+            [m for mini in plan for m in self._micro_batches(critic, batch, mini, fields=())],
+            outputs=lambda output, micro: _value_outputs(output[:, 0], micro),
             sizes={"values": batch.num_response_tokens, "last": len(batch)},
         )
 
@@ -244,25 +269,12 @@ class PpoStep:
     ) -> UpdateReport:
         """One optimizer step for each mini-batch of each epoch."""
 
-        def loss(output: Tensor, micro: MicroBatch) -> LossResult:
-            return _as_result(
-                value_loss(
-                    output[:, 0][micro.state_indices],
-                    old_values=micro.fields["values"],
-                    returns=micro.fields["returns"],
-                    loss_mask=micro.fields["loss_mask"],
-                    response_lengths=micro.response_lengths,
-                    config=self._config,
-                    max_response_tokens=self._max_response_tokens,
-                )
-            )
-
         return self._update(
             "critic",
             batch,
             plan=plan,
             fields=VALUE_FIELDS,
-            loss=loss,
+            loss=lambda output, micro: self._value_loss(output[:, 0], micro),
             learning_rate=learning_rate,
         )
 
@@ -274,13 +286,18 @@ class PpoStep:
         learning_rate: float,
         kl_coefficient: float,
     ) -> UpdateReport:
-        """As `update_critic`; stops after a mini-batch whose approximate KL exceeds target_kl."""
+        """As `update_critic`; stops after a mini-batch whose approximate KL exceeds target_kl.
+
+        Of an actor with both heads the loss is policy loss + shared_loss_weight * value loss.
+        """
+        actor = self.actor
+        assert actor is not None
         in_loss = self._config.kl.place == "loss"
         weighted = self._config.importance_sampling.cap > 0
 
         def loss(hidden: Tensor, micro: MicroBatch) -> LossResult:
-            found = self.actor.log_probs(hidden, micro_batch=micro, temperature=self._temperature)
-            return _as_result(
+            found = actor.log_probs(hidden, micro_batch=micro, temperature=self._temperature)
+            result = _as_result(
                 policy_loss(
                     found.logprobs,
                     old_logprobs=micro.fields["old_logprobs"],
@@ -295,8 +312,14 @@ class PpoStep:
                     importance_weights=(micro.fields["importance_weights"] if weighted else None),
                 )
             )
+            if micro.values is None:
+                return result
+            assert self._shared_loss_weight is not None, "the actor has both heads"
+            value = self._value_loss(micro.values, micro)
+            return joint_loss(result, value=value, weight=self._shared_loss_weight)
 
         fields = POLICY_FIELDS
+        fields += ("values", "returns") if self._shared_loss_weight is not None else ()
         fields += ("ref_logprobs",) if in_loss else ()
         fields += ("importance_weights",) if weighted else ()
         target_kl = self._config.target_kl
@@ -308,6 +331,20 @@ class PpoStep:
             loss=loss,
             learning_rate=learning_rate,
             stop=lambda r: target_kl > 0 and r.metrics["ppo/approx_kl"] > target_kl,
+        )
+
+    def _value_loss(self, values: Tensor, micro: MicroBatch) -> LossResult:
+        """`values`: [T], of all tokens of the micro-batch."""
+        return _as_result(
+            value_loss(
+                values[micro.state_indices],
+                old_values=micro.fields["values"],
+                returns=micro.fields["returns"],
+                loss_mask=micro.fields["loss_mask"],
+                response_lengths=micro.response_lengths,
+                config=self._config,
+                max_response_tokens=self._max_response_tokens,
+            )
         )
 
     def _update(
@@ -322,6 +359,7 @@ class PpoStep:
         stop: Callable[[StepResult], bool] = lambda _: False,
     ) -> UpdateReport:
         engine = self.actor if role == "actor" else self.critic
+        assert engine is not None
         report = UpdateReport()
         tokens = torch.zeros(len(batch)).index_add_(
             0, batch.sample_of_response_token, (batch.response["loss_mask"] > 0).float()
@@ -385,6 +423,14 @@ class PpoStep:
             "kl/mean": float(sums.sum()) / max(num_responses, 1),
             "kl/per_token": float(sums.sum()) / max(int(valid.sum()), 1),
         }
+
+
+def _value_outputs(values: Tensor, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    """`values`: [T], of all tokens of the micro-batch."""
+    return {
+        "values": (values[micro.state_indices], micro.response_rows),
+        "last": (values[micro.last_indices], micro.sample_rows),
+    }
 
 
 def _as_result(loss: LossSum) -> LossResult:

@@ -4,6 +4,7 @@ from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.config import ParallelConfig
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.parallel import ParallelLayout, parse_ranks
+from rlhf_megatron.shared_backbone import trained_roles
 
 
 def parallel_layout(parallel: ParallelConfig, *, world_size: int) -> ParallelLayout:
@@ -69,8 +70,8 @@ def describe_batch(config: Config, *, world_size: int) -> str:
         f"{_count(ppo.epochs, 'epoch')} = {_count(mini_batches * ppo.epochs, 'optimizer step')} "
         "per PPO step",
     ]
-    for role, parallel in (("actor", config.actor.parallel), ("critic", config.critic.parallel)):
-        layout = parallel_layout(parallel, world_size=world_size)
+    for role, options in trained_roles(config).items():
+        layout = parallel_layout(options.parallel, world_size=world_size)
         replicas = layout.data_parallel_size
         lines.append(
             f"{role}: TP{layout.tensor_model_parallel_size} x "

@@ -35,6 +35,7 @@ from rlhf_megatron.errors import UserError
 from rlhf_megatron.evaluation import EVALUATIONS_FILE
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.resolve import parallel_layout
+from rlhf_megatron.shared_backbone import trained_roles
 from rlhf_megatron.validation import METRICS_FILE, goes_on_in, is_restart
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,15 @@ STATE = "state.json"
 LINES_BY_STEP = (METRICS_FILE, "ledger.jsonl", EVALUATIONS_FILE)
 MOST_PROBLEMS_SHOWN = 20
 
-_MUST_NOT_CHANGE = ("actor.precision", "critic.precision", "run.seed", "data.shuffle")
+_MUST_NOT_CHANGE = (
+    "actor.precision",
+    "critic.precision",
+    "critic.shared_backbone",
+    "run.seed",
+    "data.shuffle",
+)
+_BEFORE_THE_KEY = {"critic.shared_backbone": False}
+"""What a checkpoint has that was written before there was the key."""
 _OF_NO_CONSEQUENCE = ("run.", "checkpoint.", "logging.", "export.", "distributed.")
 _LAYOUT = (
     "actor.parallel.",
@@ -53,6 +62,7 @@ _LAYOUT = (
     "rollout.tensor_parallel_size",
     "rollout.engines",
     "rollout.ranks",
+    "placement",
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
@@ -147,8 +157,11 @@ def _open(
             + "\nPut it back, or start anew with checkpoint.resume=never and another run.output_dir"
         )
     layouts = {
-        role: layout_sizes(parallel_layout(parallel, world_size=context.world_size))
-        for role, parallel in (("actor", config.actor.parallel), ("critic", config.critic.parallel))
+        name: layout_sizes(
+            parallel_layout(role.parallel, world_size=context.world_size),
+            world_size=context.world_size,
+        )
+        for name, role in trained_roles(config).items()
     }
     same = layouts == manifest.layouts and context.world_size == manifest.world_size
     notes = [*_changes(written_with, config=config)]
@@ -169,21 +182,24 @@ def _open(
     )
 
 
-def layout_sizes(layout: ParallelLayout) -> dict[str, int | str]:
+def layout_sizes(layout: ParallelLayout, *, world_size: int) -> dict[str, int | str]:
     """What of a layout decides which rank holds what."""
-    return {
+    found: dict[str, int | str] = {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
         "data_parallel_size": layout.data_parallel_size,
         "order": "-".join(layout.order),
     }
+    if len(layout.ranks) < world_size:
+        found["ranks"] = ",".join(map(str, layout.ranks))
+    return found
 
 
 def _in_words(layouts: Mapping[str, Mapping[str, int | str]]) -> str:
     parts = {
         role: f"TP{of['tensor_model_parallel_size']} PP{of['pipeline_model_parallel_size']} "
-        f"DP{of['data_parallel_size']}"
+        f"DP{of['data_parallel_size']}{f' on ranks {ranks}' if (ranks := of.get('ranks')) else ''}"
         for role, of in layouts.items()
     }
     if len(set(parts.values())) == 1:
@@ -196,7 +212,7 @@ def describe_models(config: Config) -> dict[str, Any]:
     the reference is read from (names and sizes)."""
     architectures = read_architectures(config)
     found: dict[str, Any] = {}
-    for role in ("actor", "critic"):
+    for role in trained_roles(config):
         arch = asdict(getattr(architectures, role))
         # What a checkpoint does not depend on: how the starting weights were stored.
         for name in ("dtype", "head", "num_labels", "eos_token_ids"):
@@ -223,8 +239,8 @@ def _digest(tokenizer: Path) -> str:
 
 
 def _other_models(written: Mapping[str, Any], *, own: Mapping[str, Any]) -> Iterator[str]:
-    for role in ("actor", "critic"):
-        before, now = written.get(role, {}), own[role]
+    for role in (name for name in ("actor", "critic") if name in own and name in written):
+        before, now = written[role], own[role]
         differing = [
             f"{name} {before.get(name)} -> {now[name]}"
             for name in now
@@ -244,8 +260,9 @@ def _other_models(written: Mapping[str, Any], *, own: Mapping[str, Any]) -> Iter
 def _refused(written: Mapping[str, Any], *, config: Config) -> Iterator[str]:
     before, now = flat(written), flat(plain_config(config))
     for key in _MUST_NOT_CHANGE:
-        if before.get(key) != now.get(key):
-            yield f"{key}: {before.get(key)} -> {now.get(key)}"
+        written_value = before.get(key, _BEFORE_THE_KEY.get(key))
+        if written_value != now.get(key):
+            yield f"{key}: {written_value} -> {now.get(key)}"
 
 
 def _changes(written: Mapping[str, Any], *, config: Config) -> Iterator[str]:
@@ -311,6 +328,8 @@ def note_lines(point: ResumePoint) -> list[str]:
     ]
 
 
-def sizes_of(layouts: Mapping[str, ParallelLayout]) -> dict[str, dict[str, int | str]]:
+def sizes_of(
+    layouts: Mapping[str, ParallelLayout], *, world_size: int
+) -> dict[str, dict[str, int | str]]:
     """For the manifest."""
-    return {role: layout_sizes(layout) for role, layout in layouts.items()}
+    return {role: layout_sizes(layout, world_size=world_size) for role, layout in layouts.items()}

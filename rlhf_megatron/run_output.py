@@ -9,6 +9,7 @@ from rlhf_megatron.observability.console import BeforeAfterLine, Console, Sample
 from rlhf_megatron.observability.metrics import MetricsWriter
 from rlhf_megatron.observability.report import report_at_end
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
+from rlhf_megatron.observability.trace import trace_at_end
 from rlhf_megatron.run_state import Evaluations
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,14 @@ class RunOutput:
             self._writer.close()
         wanted = self._is_main and self._config.logging.report
         has_report = wanted and report_at_end(self.folder) is not None
+        steps = self._config.logging.trace_steps
+        has_trace = self._is_main and trace_at_end(self.folder, steps=steps) is not None
         lines = _where_to_look(
             self.folder,
             exported=self._config.export.final,
             evaluations=evaluations,
             has_report=has_report,
+            has_trace=has_trace,
         )
         self.say(lines)
         self.console.close()
@@ -109,12 +113,14 @@ def _before_after(before: list[RolloutRow], *, after: list[RolloutRow]) -> list[
 
 
 def _where_to_look(
-    folder: Path, *, exported: bool, evaluations: Evaluations, has_report: bool
+    folder: Path, *, exported: bool, evaluations: Evaluations, has_report: bool, has_trace: bool
 ) -> str:
     lines = ["", f"run folder: {folder}"]
     lines.append("  metrics.jsonl     one line per step")
     if has_report:
         lines.append("  report.html       the run in charts, for a browser")
+    if has_trace:
+        lines.append("  trace.json        every rank's phases on a timeline, for ui.perfetto.dev")
     lines.append("  rollouts/         every sampled response with its reward")
     if evaluations.best_step:
         lines.append(

@@ -1,13 +1,13 @@
 """What of a run a checkpoint holds beside weights and optimizers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.evaluation import EvaluationReport
 from rlhf_megatron.observability.rollouts import RolloutRow
+from rlhf_megatron.placed_role import PlacedRole
 
 
 class Stateful(Protocol):
@@ -18,16 +18,27 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class TensorState(Protocol):
+    """A part of the loop whose state holds tensors, as torch.save takes them with weights_only;
+    None where it holds nothing now. Its tensors are never changed in place."""
+
+    def tensor_state(self) -> dict[str, Any] | None: ...
+
+    def load_tensor_state(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """Everything that a resumed run needs from a checkpoint."""
 
-    roles: Mapping[str, ModelEngine]
+    roles: Mapping[str, PlacedRole]
     """The trained roles, with their optimizers."""
-    ref: ModelEngine | None
+    ref: PlacedRole | None
     """The reference, where it can be had from nowhere else: after a supervised warm-up."""
     parts: Mapping[str, Stateful]
     """Whatever else has a state, by name. A new part is added here and nowhere else."""
+    tensors: Mapping[str, TensorState] = field(default_factory=dict)
+    """Parts whose state holds tensors, the same on all ranks: each has a file of its name."""
 
     def parts_state(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items()}

@@ -91,7 +91,7 @@ def check_start(
     part = None
     if engine is not None:
         part = engine.generate(prompts, sampling=sampled, step=0)
-    batch = gather_batch(part if is_speaker else None, group=group)
+    batch = gather_batch(part if is_speaker else None, group=group).batch
     batch.response["old_logprobs"] = log_probs(batch)
     metrics = checks.check_parity(batch, config=config, precision=precision, version=version)
     return StartReport(

@@ -144,8 +144,9 @@ def _end_from_scontrol(job: str) -> float | None:
 
 
 class StopAgreement:
-    """Decides, on all ranks alike, whether the run stops. A PhaseListener: until the first update
-    of a step, the end of each phase is a place to stop, and raises StepAbandoned on all ranks."""
+    """Decides, on all ranks alike, whether the run stops. A joint PhaseListener: until the first
+    update of a step, the end of each phase that all ranks enter is a place to stop, and raises
+    StepAbandoned on all ranks."""
 
     def __init__(
         self,
@@ -164,6 +165,10 @@ class StopAgreement:
     def step_begins(self) -> None:
         """From here to its first update the step may be abandoned."""
         self._may_abandon = True
+
+    def updates_begin(self) -> None:
+        """From here on the step is seen through. On all ranks, whether or not they update."""
+        self._may_abandon = False
 
     def step_ends(self) -> None:
         self._may_abandon = False

@@ -15,9 +15,17 @@ from rlhf_megatron.observability.flops import (
     model_flops_utilization,
     training_flops,
 )
+from rlhf_megatron.role_ranks import role_placement
 
-TRAINING_PHASES = ("log_prob", "ref_log_prob", "value", "update_critic", "update_actor")
-"""Phases whose work and time make train/mfu: the Megatron models', not the engine's."""
+TRAINING_PHASES = {
+    "log_prob": "actor",
+    "ref_log_prob": "ref",
+    "value": "critic",
+    "update_critic": "critic",
+    "update_actor": "actor",
+}
+"""Phases whose work and time make train/mfu, with the role whose ranks are in them: the Megatron
+models', not the engine's."""
 
 
 class Throughput:
@@ -26,14 +34,21 @@ class Throughput:
     def __init__(
         self, config: Config, *, architectures: Architectures, context: DistributedContext
     ) -> None:
-        self._actor = _numbers(architectures.actor, output_size=architectures.actor.vocab_size)
-        self._critic = _numbers(architectures.critic, output_size=1)
+        critic = architectures.critic
+        outputs = architectures.actor.vocab_size + (critic is None)
+        self._actor = _numbers(architectures.actor, output_size=outputs)
+        self._critic = _numbers(critic, output_size=1) if critic is not None else None
         self._ref = (
             _numbers(architectures.ref, output_size=architectures.ref.vocab_size)
             if architectures.ref is not None
             else None
         )
-        self._num_devices = context.world_size
+        placement = role_placement(config, world_size=context.world_size)
+        self._num_devices = {
+            phase: len(placement.ranks[role])
+            for phase, role in TRAINING_PHASES.items()
+            if role in placement.ranks
+        }
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops(
             context.device, dtype=DTYPES[config.actor.precision]
         )
@@ -51,26 +66,33 @@ class Throughput:
         """
         lengths = batch.lengths.tolist()
         flops = forward_flops(self._actor, sequence_lengths=lengths)
-        flops += forward_flops(self._critic, sequence_lengths=lengths)
-        if self._ref is not None:
-            flops += forward_flops(self._ref, sequence_lengths=lengths)
+        for model in (self._critic, self._ref):
+            if model is not None:
+                flops += forward_flops(model, sequence_lengths=lengths)
         for model, updates in ((self._actor, actor_updates), (self._critic, critic_updates)):
+            if model is None:
+                continue
             trained = [lengths[i] for mini_batch in updates for i in mini_batch]
             flops += training_flops(model, sequence_lengths=trained)
         return {"_flops": float(flops)}
 
     def metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """train/throughput_tokens_per_sec: prompt and response tokens of the step over its time
-        without evaluation; train/mfu: over the time of the training phases."""
+        without evaluation; train/mfu: over the time of the training phases, each on its role's
+        ranks.
+        """
         evaluation = sum(v for k, v in metrics.items() if k.startswith("time/evaluation_"))
         seconds = metrics["time/step_seconds"] - evaluation
-        training = sum(metrics.get(f"time/{phase}_seconds", 0.0) for phase in TRAINING_PHASES)
+        training = sum(
+            metrics.get(f"time/{phase}_seconds", 0.0) * devices
+            for phase, devices in self._num_devices.items()
+        )
         return {
             "train/throughput_tokens_per_sec": metrics["_tokens"] / max(seconds, 1e-9),
             "train/mfu": model_flops_utilization(
                 metrics["_flops"],
                 seconds=max(training, 1e-9),
-                num_devices=self._num_devices,
+                num_devices=1,
                 peak_tflops=self._peak_tflops,
             ),
         }

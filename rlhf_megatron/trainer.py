@@ -6,15 +6,16 @@ Every rank runs it alike; what rank 0 does beside is printing and writing.
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlhf_megatron import assembly, checks
 from rlhf_megatron.algorithms.kl import kl_controller
 from rlhf_megatron.architectures import Architectures, read_architectures
-from rlhf_megatron.bad_steps import BadSteps
+from rlhf_megatron.bad_steps import BadSteps, Judges
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.checkpointing import Checkpointer
@@ -28,24 +29,31 @@ from rlhf_megatron.engine_weights import EngineWeights
 from rlhf_megatron.evaluation import Evaluator, append_evaluation
 from rlhf_megatron.experience import ExperienceMaker
 from rlhf_megatron.memory_watch import watch_memory
+from rlhf_megatron.observability.idle import idle_metrics
 from rlhf_megatron.observability.ledger import (
     PhaseLedger,
     StepLedger,
     append_ledger,
     merge_ledgers,
 )
-from rlhf_megatron.offloading import Offloader
+from rlhf_megatron.offloading import Offloader, offloaded_kinds
+from rlhf_megatron.pipelined_step import InFlight, PipelinedStep
+from rlhf_megatron.placed_role import PlacedRole
+from rlhf_megatron.placement import RolloutPlacement
 from rlhf_megatron.ppo import PpoStep
 from rlhf_megatron.resume import ResumePoint
-from rlhf_megatron.rollout.contract import SamplingParameters
+from rlhf_megatron.role_exchange import RoleExchange
+from rlhf_megatron.role_ranks import role_placement
+from rlhf_megatron.rollout.contract import RolloutEngine, SamplingParameters
 from rlhf_megatron.run_output import RunOutput
 from rlhf_megatron.run_state import Evaluations, RunState
+from rlhf_megatron.shared_backbone import shared_loss_weight
 from rlhf_megatron.start_check import check_start
 from rlhf_megatron.step import TrainingStep
 from rlhf_megatron.stopping import RunStopped, StepAbandoned, StopAgreement
 from rlhf_megatron.throughput import Throughput
 from rlhf_megatron.warmup import SupervisedWarmup
-from rlhf_megatron.weight_sync import WeightSync, role_layouts
+from rlhf_megatron.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +85,12 @@ class Trainer:
         resolved = assembly.choose_engine(config, context=context, say=self.say)
         data = assembly.load_data(config, architectures=architectures)
         self.prompts = data.prompts
-        scorer = assembly.build_scorer(
-            config, prompts=data.prompts, rank=context.rank, device=context.device
-        )
+        placed = role_placement(config, world_size=context.world_size)
+        scorer = None
+        if context.rank in placed.ranks["reward"]:
+            scorer = assembly.build_scorer(
+                config, prompts=data.prompts, rank=context.rank, device=context.device
+            )
         self.loader = PromptLoader(
             data.prompts,
             prompts_per_step=config.rollout.prompts_per_step,
@@ -89,42 +100,26 @@ class Trainer:
         self.output.open(first_step=resume.step + 1 if resume is not None else 1)
 
         groups = assembly.build_groups(config, context=context)
+        self.exchange = RoleExchange(
+            groups.placement, groups=groups.exchange, rank=context.rank, ledger=ledger
+        )
         self.actor = assembly.build_actor(
-            config, arch=architectures.actor, groups=groups.actor, context=context
+            config, arch=architectures.actor, groups=groups, context=context
         )
         if resume is None:
             self._warm_up(data)
-        self.offload.add("actor", self.actor)
-        with self.actor.memory.on_device(WEIGHTS):
+        self._offload(self.actor)
+        with self._actor_weights_here():
             self._build_other_roles(architectures, groups=groups)
         if self.offload.is_used:
             self.say(str(self.offload))
 
         placement = assembly.choose_placement(
-            config, resolved=resolved, actor=self.actor.model, context=context, say=self.say
+            config, resolved=resolved, actor=self.actor, context=context, say=self.say
         )
         self.num_engines = len(placement.engines)
         engine = assembly.build_rollout_engine(config, placement=placement, context=context)
-        sync = WeightSync(
-            self.actor.model,
-            engine=engine,
-            engine_layouts=placement.layouts,
-            dtype=self.actor.model.config.params_dtype,
-            config=config.reshard,
-            rank=context.rank,
-            job_group=self.job,
-            device=context.device,
-            node_of=context.node_of,
-        )
-        self.say(str(sync))
-        self.weights = EngineWeights(
-            engine,
-            sync=sync,
-            sleep_level=config.rollout.sleep_level,
-            ledger=ledger,
-            device=context.device,
-            after_sync=self.offload.release,
-        )
+        self.weights = self._build_engine_weights(engine, placement=placement, groups=groups)
         stops = assembly.stop_token_ids(config, tokenizer=data.tokenizer, arch=architectures.actor)
         self.sampling = SamplingParameters(
             temperature=config.rollout.temperature,
@@ -137,9 +132,10 @@ class Trainer:
             engines=placement.engines,
             tokenizer=data.tokenizer,
             scorer=scorer,
+            overlaps=assembly.scores_in_background(config),
             on_error=config.reward.on_error,
             error_value=config.reward.error_value,
-            reward=groups.reward,
+            exchange=self.exchange,
             rank=context.rank,
             job_group=self.job,
             device=context.device,
@@ -160,45 +156,33 @@ class Trainer:
             rank=context.rank,
             group=self.job,
             say=self.say,
-            check_weights=lambda when: self.step.check_weights(when),
+            check_weights=lambda when, role: self.step.check_weights(when, role),
+            judges=self._judges(),
         )
         self.ppo = PpoStep(
             config.ppo,
-            actor=self.actor,
-            critic=self.critic,
-            ref=self.ref,
+            actor=self.actor.engine,
+            critic=self.critic.engine if self.critic is not None else None,
+            ref=self.ref.engine if self.ref is not None else None,
             temperature=config.rollout.temperature,
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.run.seed,
             guard=self.bad_steps,
+            shared_loss_weight=shared_loss_weight(config),
         )
         self.kl = kl_controller(config.ppo.kl)
         self.throughput = Throughput(config, architectures=architectures, context=context)
-        self.step = TrainingStep(
-            config=config,
-            ledger=ledger,
-            loader=self.loader,
-            maker=self.maker,
-            sampling=self.sampling,
-            weights=self.weights,
-            ppo=self.ppo,
-            kl=self.kl,
-            bad_steps=self.bad_steps,
-            throughput=self.throughput,
-            syncs_after=self._syncs_after,
-            job_group=self.job,
-            device=context.device,
-        )
+        self.step = self._build_step()
         self.evaluations = Evaluations()
         self.checkpointer = self._build_checkpointer()
         self.monitor = watch_memory(
             config,
             context=context,
             ledger=ledger,
-            roles=[role for role in (self.actor, self.critic, self.ref) if role is not None],
+            roles=self._engines(),
             say=self.say,
         )
-        ledger.listeners += [stop, self.checkpointer]
+        ledger.joint_listeners += [stop, self.checkpointer]
 
     def _build_other_roles(self, architectures: Architectures, *, groups: assembly.Groups) -> None:
         """Critic and reference, which may begin with the actor's weights."""
@@ -206,21 +190,98 @@ class Trainer:
         self.critic = assembly.build_critic(
             config,
             arch=architectures.critic,
-            groups=groups.critic,
+            groups=groups,
             actor=self.actor,
             context=self.context,
         )
-        self.offload.add("critic", self.critic)
-        self.ref: ModelEngine | None = None
+        if self.critic is not None:
+            self._offload(self.critic)
+        self.ref: PlacedRole | None = None
         if architectures.ref is not None:
             self.ref = assembly.build_reference(
                 config,
                 arch=architectures.ref,
-                groups=groups.ref,
+                groups=groups,
                 actor=self.actor,
                 context=self.context,
             )
-            self.offload.add("ref", self.ref)
+            self._offload(self.ref)
+
+    def _offload(self, role: PlacedRole) -> None:
+        if role.engine is not None:
+            self.offload.add(role.name, role.engine)
+
+    def _engines(self) -> list[ModelEngine]:
+        """Of the roles that this rank has a part of."""
+        roles = [role for role in (self.actor, self.critic, self.ref) if role is not None]
+        return [role.engine for role in roles if role.engine is not None]
+
+    def _build_engine_weights(
+        self,
+        engine: RolloutEngine | None,
+        *,
+        placement: RolloutPlacement,
+        groups: assembly.Groups,
+    ) -> EngineWeights:
+        config, context, sync = self.config, self.context, None
+        group = groups.exchange.sync if groups.placement.is_split else self.job
+        if group is not None:
+            sync = WeightSync(
+                self.actor,
+                engine=engine,
+                engine_layouts=placement.layouts,
+                config=config.reshard,
+                rank=context.rank,
+                group=group,
+                device=context.device,
+                node_of=context.node_of,
+            )
+            self.say(str(sync))
+        return EngineWeights(
+            engine,
+            sync=sync,
+            sleep_level=config.rollout.sleep_level,
+            ledger=self.ledger,
+            device=context.device,
+            after_sync=self.offload.release,
+        )
+
+    def _judges(self) -> dict[str, Judges]:
+        """Of the roles that are here and not everywhere."""
+        placement = self.exchange.placement
+        return {
+            role.name: Judges(
+                group=role.engine.model.groups.everyone,
+                is_writer=self.context.rank == role.layout.ranks[0],
+            )
+            for role in (self.actor, self.critic)
+            if role is not None
+            and role.engine is not None
+            and not placement.is_everywhere(role.name)
+        }
+
+    def _build_step(self) -> TrainingStep:
+        parts: dict[str, Any] = {
+            "config": self.config,
+            "ledger": self.ledger,
+            "loader": self.loader,
+            "maker": self.maker,
+            "sampling": self.sampling,
+            "weights": self.weights,
+            "ppo": self.ppo,
+            "exchange": self.exchange,
+            "kl": self.kl,
+            "bad_steps": self.bad_steps,
+            "throughput": self.throughput,
+            "syncs_after": self._syncs_after,
+            "updates_begin": self.stop.updates_begin,
+            "job_group": self.job,
+            "device": self.context.device,
+        }
+        if self.config.pipeline.depth == 0:
+            return TrainingStep(**parts)
+        in_flight = InFlight(restore=self.maker.restored, prompts=self.prompts.rows)
+        return PipelinedStep(**parts, in_flight=in_flight)
 
     def fit(self) -> None:
         """Train up to step `run.steps`, evaluate and save on the way, export at the end.
@@ -254,7 +315,8 @@ class Trainer:
         """Bring the engines to the present weights, those of a checkpoint where there is one.
         Returns the step they are of."""
         self._stop_early()
-        if self.offload.is_used:
+        roles = self.exchange.placement.ranks.keys() & {"actor", "critic", "ref"}
+        if any(offloaded_kinds(self.config, role=role) for role in roles):
             self.weights.sleep()  # the engine has taken what the roles have left
         point = self.resume_point
         if point is not None:
@@ -283,8 +345,11 @@ class Trainer:
         config = self.config
         ref_is_lost = config.warmup.steps > 0 and not config.ref.model
         run = RunState(
-            roles={"actor": self.actor, "critic": self.critic},
+            roles={"actor": self.actor} | ({"critic": self.critic} if self.critic else {}),
             ref=self.ref if ref_is_lost else None,
+            tensors=(
+                {"in_flight": self.step.in_flight} if isinstance(self.step, PipelinedStep) else {}
+            ),
             parts={
                 "loader": self.loader,
                 "kl": self.kl,
@@ -308,8 +373,14 @@ class Trainer:
             return
 
         def log_probs(batch: RaggedBatch) -> torch.Tensor:
+            own = None
             with self._actor_on_device(version=version):
-                return self.ppo.log_probs(self.actor, batch=batch, plan=[list(range(len(batch)))])
+                if self.actor.engine is not None:
+                    plan = [list(range(len(batch)))]
+                    found = self.ppo.log_probs(self.actor.engine, batch=batch, plan=plan)
+                    own = {"old_logprobs": found}
+            sizes = {"old_logprobs": batch.num_response_tokens}
+            return self.exchange.tensors("actor", own, sizes=sizes)["old_logprobs"]
 
         report = check_start(
             self.weights,
@@ -328,11 +399,23 @@ class Trainer:
     @contextmanager
     def _actor_on_device(self, *, version: int) -> Iterator[None]:
         """Outside its phases, while the engine, which has weights `version`, is awake."""
-        if self.actor.memory.is_here(WEIGHTS):
+        if self._actor_is_here():
             yield
             return
-        with self.weights.asleep(version=version), self.actor.memory.on_device(WEIGHTS):
+        with self.weights.asleep(version=version), self._actor_weights_here():
             yield
+
+    def _actor_is_here(self) -> bool:
+        """The same on all ranks."""
+        if self.exchange.is_split:
+            return WEIGHTS not in offloaded_kinds(self.config, role="actor")
+        assert self.actor.engine is not None
+        return self.actor.engine.memory.is_here(WEIGHTS)
+
+    def _actor_weights_here(self) -> AbstractContextManager[None]:
+        """Inside, this rank's part of the actor's weights is on its device."""
+        engine = self.actor.engine
+        return engine.memory.on_device(WEIGHTS) if engine is not None else nullcontext()
 
     def _evaluates_after(self, step: int) -> bool:
         config = self.config
@@ -354,23 +437,27 @@ class Trainer:
         config = self.config.warmup
         if config.steps == 0:
             return
-        warmup = SupervisedWarmup(
-            self.actor,
-            demonstrations=data.demonstrations,
-            config=config,
-            micro_batch_tokens=self.config.ppo.micro_batch_tokens,
-            seed=self.config.run.seed,
-        )
+        warmup = None
+        if self.actor.engine is not None:
+            warmup = SupervisedWarmup(
+                self.actor.engine,
+                demonstrations=data.demonstrations,
+                config=config,
+                micro_batch_tokens=self.config.ppo.micro_batch_tokens,
+                seed=self.config.run.seed,
+            )
         self.say(f"supervised warm-up: {config.steps} steps on {len(data.demonstrations)} examples")
         with self.ledger.phase("warmup"):
             for step in range(1, config.steps + 1):
-                loss = warmup.step()
+                own = warmup.step() if warmup is not None else None
+                loss = self.exchange.figures("actor", own)
                 self.ledger.go_on()
                 checks.check_finite({"loss": loss}, names=("loss",))
                 self._stop_early()
                 if step == 1 or step % max(config.steps // 5, 1) == 0:
                     self.say(f"  warm-up step {step}: loss {loss:.4f}")
-        self.actor.reset_optimizer()
+        if self.actor.engine is not None:
+            self.actor.engine.reset_optimizer()
 
     def _evaluate(self, step: int) -> None:
         """Evaluate the engines' present weights; keep the actor if it is the best so far."""
@@ -393,7 +480,8 @@ class Trainer:
 
     def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write and show the step."""
-        metrics |= self._write_ledger().metrics() | self.checkpointer.take_metrics()
+        ledger = self._write_ledger()
+        metrics |= ledger.metrics() | idle_metrics(ledger) | self.checkpointer.take_metrics()
         metrics |= self.throughput.metrics(metrics)
         self.output.step(step, metrics=metrics)
         self.monitor.after_step(step)
@@ -407,16 +495,16 @@ class Trainer:
         self.output.close(self.evaluations)
 
     def _export(self, target: Path, *, overwrite: bool) -> None:
-        model = self.actor.model
+        actor = self.actor
         export_hf(
             target,
-            arch=model.arch,
+            arch=actor.arch,
             head="lm",
-            layouts=role_layouts(model),
-            parameters=model.parameters(),
+            layouts=actor.layouts,
+            parameters=actor.parameters(),
             rank=self.context.rank,
             group=self.job,
             template_dir=self.config.actor.model,
-            dtype=model.config.params_dtype,
+            dtype=actor.dtype,
             overwrite=overwrite,
         )

@@ -18,8 +18,12 @@ from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.layout.remote_code import refused_code
 from rlhf_megatron.loader import show
 from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
+from rlhf_megatron.observability.config import refused_trace_steps
+from rlhf_megatron.placement_config import placed_by, ranks_key
 from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
+from rlhf_megatron.shared_backbone import refused_shared_backbone, trained_roles
+from rlhf_megatron.validation_placement import placement_problems, ranks_problem
 
 NOT_SUPPORTED_YET = {
     "context_parallel_size": "context parallelism is",
@@ -77,19 +81,24 @@ def load_and_validate(
 
 def validate(config: Config, *, world_size: int) -> list[str]:
     """Every rule between keys, for `world_size` processes. An empty list: all is well."""
-    problems = [*_required(config), *_roles(config, world_size=world_size)]
+    problems = [
+        *_required(config),
+        *placement_problems(config, world_size=world_size),
+        *_roles(config, world_size=world_size),
+    ]
+    trained = trained_roles(config)
     # Without the actor's ranks, "all" of the rollout has no meaning.
-    if not any(p.startswith("actor.parallel.ranks") for p in problems):
+    if not any(p.startswith(f"{ranks_key(config, role='actor')}=") for p in problems):
         problems += _rollout_placement(config, world_size=world_size)
     problems += [
         *_sampling(config),
         *_ppo(config),
-        *_optimizer(config.actor.optimizer, role="actor"),
-        *_optimizer(config.critic.optimizer, role="critic"),
-        *_recompute(config.actor.recompute, role="actor"),
-        *_recompute(config.critic.recompute, role="critic"),
+        *(p for n, role in trained.items() for p in _optimizer(role.optimizer, role=n)),
+        *(p for n, role in trained.items() for p in _recompute(role.recompute, role=n)),
+        *refused_shared_backbone(config),
         *_reward(config),
         *refused_phase_limits(config.faults.phase_limits),
+        *refused_trace_steps(config.logging),
     ]
     return problems
 
@@ -196,13 +205,20 @@ def _required(config: Config) -> Iterator[str]:
 
 
 def _roles(config: Config, *, world_size: int) -> Iterator[str]:
-    yield from _parallel(config.actor.parallel, role="actor", world_size=world_size)
-    yield from _parallel(config.critic.parallel, role="critic", world_size=world_size)
-    yield from _parallel(config.reward.parallel, role="reward", world_size=world_size)
+    placed = placed_by(config)
+    roles = [
+        ("actor", config.actor.parallel),
+        ("reward", config.reward.parallel),
+    ]
+    if not config.critic.shared_backbone:
+        roles.append(("critic", config.critic.parallel))
+    if config.ppo.kl.place != "off":  # otherwise there is no reference
+        roles.append(("ref", config.ref.parallel))
+    for role, parallel in roles:
+        yield from _parallel(parallel, role=role, world_size=world_size, is_placed=role in placed)
     precisions = [("critic", config.critic.precision)]
     specs = [("actor", config.actor.layer_spec), ("critic", config.critic.layer_spec)]
-    if config.ppo.kl.place != "off":  # otherwise there is no reference
-        yield from _parallel(config.ref.parallel, role="ref", world_size=world_size)
+    if config.ppo.kl.place != "off":
         precisions.append(("ref", config.ref.precision))
         specs.append(("ref", config.ref.layer_spec))
     for role, precision in precisions:
@@ -220,8 +236,11 @@ def _roles(config: Config, *, world_size: int) -> Iterator[str]:
             )
 
 
-def _parallel(parallel: ParallelConfig, *, role: str, world_size: int) -> Iterator[str]:
-    """Rules of one role's layout."""
+def _parallel(
+    parallel: ParallelConfig, *, role: str, world_size: int, is_placed: bool
+) -> Iterator[str]:
+    """Rules of one role's layout. is_placed: `placement` names the role, and its ranks have been
+    looked at there."""
     at = f"{role}.parallel"
     for name, what in NOT_SUPPORTED_YET.items():
         if getattr(parallel, name) > 1:
@@ -250,21 +269,17 @@ def _parallel(parallel: ParallelConfig, *, role: str, world_size: int) -> Iterat
             "a reward model is held whole on each rank; set both to 1"
         )
         return
-    problem = _ranks_problem(parallel.ranks, key=f"{at}.ranks", world_size=world_size)
+    problem = ranks_problem(parallel.ranks, key=f"{at}.ranks", world_size=world_size)
     if problem:
-        yield problem
+        if not is_placed:
+            yield problem
         return
     ranks = parse_ranks(parallel.ranks, default=range(world_size))
-    if len(ranks) != world_size:
-        yield (
-            f"{at}.ranks={parallel.ranks}: leaves out some of the {world_size} ranks, and split "
-            "placement is not supported yet; set all"
-        )
-        return
-    yield from _sizes(parallel, at=at, num_ranks=len(ranks))
+    of = "of the world" if len(ranks) == world_size else f"of the role (ranks {parallel.ranks})"
+    yield from _sizes(parallel, at=at, num_ranks=len(ranks), of=of)
 
 
-def _sizes(parallel: ParallelConfig, *, at: str, num_ranks: int) -> Iterator[str]:
+def _sizes(parallel: ParallelConfig, *, at: str, num_ranks: int, of: str) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     pipeline = parallel.pipeline_model_parallel_size
     data = parallel.data_parallel_size
@@ -272,28 +287,15 @@ def _sizes(parallel: ParallelConfig, *, at: str, num_ranks: int) -> Iterator[str
     if num_ranks % model:
         yield (
             f"{at}.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline}: "
-            f"their product {model} must divide the {num_ranks} ranks of the world; start a "
-            f"multiple of {model} processes, or take a product out of {_divisors_text(num_ranks)}"
+            f"their product {model} must divide the {num_ranks} ranks {of}; give it a "
+            f"multiple of {model} ranks, or take a product out of {_divisors_text(num_ranks)}"
         )
     elif data and data != num_ranks // model:
         yield (
             f"{at}.data_parallel_size={data}: tensor {tensor} x pipeline {pipeline} x data {data} "
-            f"must give exactly the {num_ranks} ranks of the world; set {num_ranks // model}, or 0 "
-            f"to take what the ranks allow, or start {model * data} processes"
+            f"must give exactly the {num_ranks} ranks {of}; set {num_ranks // model}, or 0 to take "
+            f"what the ranks allow, or give it {model * data} ranks"
         )
-
-
-def _ranks_problem(text: str, *, key: str, world_size: int) -> str:
-    try:
-        ranks = parse_ranks(text, default=range(world_size))
-    except ValueError:
-        return f"{key}={text}: must be all or an ascending list of ranks; write it like 0-3,6"
-    if ranks and ranks[-1] >= world_size:
-        return (
-            f"{key}={text}: rank {ranks[-1]} is outside the world of {world_size} ranks; take "
-            f"ranks from 0 to {world_size - 1}, or start {ranks[-1] + 1} processes"
-        )
-    return ""
 
 
 def _rollout_placement(config: Config, *, world_size: int) -> Iterator[str]:
@@ -304,9 +306,10 @@ def _rollout_placement(config: Config, *, world_size: int) -> Iterator[str]:
             f"rollout.tensor_parallel_size={tensor}: the hf engine holds a model whole; set 1, or "
             "take rollout.engine=vllm"
         )
-    problem = _ranks_problem(rollout.ranks, key="rollout.ranks", world_size=world_size)
+    problem = ranks_problem(rollout.ranks, key="rollout.ranks", world_size=world_size)
     if problem:
-        yield problem
+        if "rollout" not in placed_by(config):
+            yield problem
         return
     actor = parse_ranks(config.actor.parallel.ranks, default=range(world_size))
     ranks = parse_ranks(rollout.ranks, default=actor)

@@ -39,7 +39,9 @@ def validate_model(
     ref: ModelNumbers | None = None,
 ) -> list[str]:
     """Problems of the layouts, lengths and vocabularies. A critic or ref of None is the actor's."""
-    models = {"actor": actor, "critic": critic or actor}
+    models = {"actor": actor}
+    if not config.critic.shared_backbone:
+        models["critic"] = critic or actor
     if config.ppo.kl.place != "off":  # otherwise there is no reference
         models["ref"] = ref or actor
     roles: dict[str, ActorConfig | CriticConfig | ReferenceConfig] = {

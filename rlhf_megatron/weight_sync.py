@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
-from rlhf_megatron.layout.megatron import megatron_layouts
 from rlhf_megatron.layout.tensors import logical_tensors
-from rlhf_megatron.models.build import RoleModel
+from rlhf_megatron.placed_role import PlacedRole
 from rlhf_megatron.reshard.config import ReshardConfig
 from rlhf_megatron.reshard.execute import Resharder, ReshardStats
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
@@ -20,13 +18,6 @@ from rlhf_megatron.rollout.contract import RolloutEngine
 from rlhf_megatron.weight_reload import ReloadStats, ReloadSync, restricted
 
 Layouts = Mapping[int, RankLayout]
-
-
-def role_layouts(model: RoleModel) -> dict[int, RankLayout]:
-    """Where the role's weights lie, on all its ranks; replicas share one layout object."""
-    return megatron_layouts(
-        model.arch, parallel=model.groups.layout, head=model.head, fused_norms=model.fused_norms
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,44 +41,32 @@ NO_SYNC = SyncReport(bytes_received=0, bytes_minimum=0, own_bytes_received=0, se
 """Of a step that leaves the engines as they are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitActor:
-    """An actor on some of the ranks, as all ranks know it."""
-
-    arch: ModelArchitecture
-    layouts: Layouts
-    """Of its ranks; replicas share one object."""
-
-
 class WeightSync:
     """Writes the actor's weights into the engines' parameters, in place."""
 
     def __init__(
         self,
-        actor: RoleModel | None,
+        actor: PlacedRole,
         *,
         engine: RolloutEngine | None,
         engine_layouts: Layouts,
-        dtype: torch.dtype,
         config: ReshardConfig,
         rank: int,
-        job_group: dist.ProcessGroup,
+        group: dist.ProcessGroup,
         device: torch.device,
         node_of: Callable[[int], int],
-        split: "SplitActor | None" = None,
     ) -> None:
-        """`actor` and `engine` are this rank's, or None where it has no part in them;
-        `engine_layouts` are those of all rollout ranks. `split` says what `actor` cannot where some
-        ranks have none. Collective over `job_group`, as `run` is."""
-        self._actor, self._engine = actor, engine
-        if split is None:
-            assert actor is not None, "a rank without an actor needs `split`"
-            split = SplitActor(arch=actor.arch, layouts=role_layouts(actor))
-        self._source, self._target = split.layouts, dict(engine_layouts)
-        tensors = logical_tensors(split.arch, head="lm")
+        """`engine` is this rank's, None where it has none; `engine_layouts` are those of all
+        rollout ranks. Collective over `group`, as `run` is: the ranks of actor and engines, or more
+        of the job's."""
+        self._actor, self._engine, dtype = actor, engine, actor.dtype
+        tensors = logical_tensors(actor.arch, head="lm")
+        # A value head beside the output layer is no business of the engines.
+        self._source = restricted(actor.layouts, names={t.name for t in tensors})
+        self._target = dict(engine_layouts)
         self._shapes = {t.name: t.shape for t in tensors}
         self._dtype, self._config = dtype, config
-        self._rank, self._group, self._device = rank, job_group, device
+        self._rank, self._group, self._device = rank, group, device
         self._num_syncs = 0
         self._reload: ReloadSync | None = None
         self.reload_reason = self._agree_on_reload_reason()
@@ -98,11 +77,11 @@ class WeightSync:
                 source=self._source,
                 tensors=tensors,
                 rollout_ranks=sorted(self._target),
-                actor_parameters=self._actor_parameters,
+                actor_parameters=self._actor.parameters,
                 dtype=dtype,
                 bucket_bytes=bucket_bytes,
                 rank=rank,
-                group=job_group,
+                group=group,
                 device=device,
                 node_of=node_of,
             )
@@ -118,8 +97,8 @@ class WeightSync:
         self._resharder = Resharder(
             plan,
             rank=rank,
-            group=job_group,
-            source=self._actor_parameters,
+            group=group,
+            source=self._actor.parameters,
             target=self._engine_parameters,
             dtype=dtype,
             device=device,
@@ -175,9 +154,6 @@ class WeightSync:
             seconds=float(seconds.item()),
         )
 
-    def _actor_parameters(self) -> dict[str, Tensor]:
-        return self._actor.parameters() if self._actor is not None else {}
-
     def _engine_parameters(self) -> dict[str, Tensor]:
         return self._engine.parameters() if self._engine is not None else {}
 
@@ -187,7 +163,7 @@ class WeightSync:
             self._target,
             rank=self._rank,
             group=self._group,
-            source=self._actor_parameters(),
+            source=self._actor.parameters(),
             target=self._engine_parameters(),
             shapes=self._shapes,
             dtype=self._dtype,
@@ -196,24 +172,23 @@ class WeightSync:
 
 
 def copy_weights(
-    source: RoleModel,
+    source: PlacedRole,
     *,
-    target: RoleModel,
+    target: PlacedRole,
     rank: int,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Give one role the weights of another, whatever their layouts. Collective over `group`.
+    """Give one role the weights of another, whatever their layouts and ranks. Collective over
+    `group`, which has the ranks of both.
 
     A value head, which a language model does not have, keeps what it holds.
     """
     held = {t.name for t in logical_tensors(source.arch, head=source.head)}
-    wanted = restricted(role_layouts(target), names=held)
-    dtype = target.config.params_dtype
     plan = make_plan(
-        role_layouts(source),
-        wanted,
-        itemsize_bytes=dtype.itemsize,
+        source.layouts,
+        restricted(target.layouts, names=held),
+        itemsize_bytes=target.dtype.itemsize,
         bucket_bytes=256_000_000 // BUCKETS_IN_FLIGHT,
         ranks=[rank],
     )
@@ -223,6 +198,6 @@ def copy_weights(
         group=group,
         source=source.parameters,
         target=target.parameters,
-        dtype=dtype,
+        dtype=target.dtype,
         device=device,
     ).run()

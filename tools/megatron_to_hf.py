@@ -4,7 +4,8 @@
 
 Works with any number of processes, whatever layout wrote the checkpoint: the files are written in a
 stream, and a process holds one parameter at a time. Needs no GPU. Over several nodes, start it with
-torchrun or srun. A critic becomes a sequence-classification model with one label.
+torchrun or srun. A critic becomes a sequence-classification model with one label; so does, with
+--role critic, the backbone of a checkpoint whose actor has the value head (critic.shared_backbone).
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_megatron.checkpoint.manifest import open_role
+from rlhf_megatron.checkpoint.manifest import open_role_for_export
 from rlhf_megatron.checkpoint.paths import ROLES, check_output, remove_partial
 from rlhf_megatron.errors import EXIT_DONE, UserError
 from rlhf_megatron.ranks import refuse
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     max_shard_bytes = 1e9 * options.max_shard_gb
     try:
-        checkpoint = open_role(options.checkpoint, role=options.role)
+        checkpoint = open_role_for_export(options.checkpoint, role=options.role)
         check_output(options.output, overwrite=options.force, source=options.checkpoint)
         if options.dry_run:
             from rlhf_megatron.checkpoint.convert_plan import describe_export

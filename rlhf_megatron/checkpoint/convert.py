@@ -26,6 +26,7 @@ from rlhf_megatron.checkpoint.manifest import (
     RoleCheckpoint,
     installed_versions,
     open_role,
+    open_role_for_export,
 )
 from rlhf_megatron.checkpoint.output import shared_output
 from rlhf_megatron.checkpoint.paths import RoleFolder, check_free_space
@@ -146,11 +147,13 @@ def export_sharded(
 ) -> ExportReport:
     """Write a role's weights as a Hugging Face directory, on any number of ranks.
 
-    A language model, or for a value model transformers' sequence classification with one label.
+    A language model, or for a value model transformers' sequence classification with one label; of
+    a model with both heads, the role's.
     Raises UserError, the same on all ranks, for whatever is wrong; nothing half-written is left.
     """
     output, rank = Path(output), dist.get_rank()
-    plan = plan_export(open_role(checkpoint, role=role), max_shard_bytes=max_shard_bytes)
+    opened = open_role_for_export(checkpoint, role=role)
+    plan = plan_export(opened, max_shard_bytes=max_shard_bytes)
     part = split_export(
         plan, rank=rank, world_size=dist.get_world_size(), ranks_per_node=ranks_per_node
     )

@@ -9,7 +9,7 @@ from rlhf_megatron.checkpoint.export_sharded import plan_export
 from rlhf_megatron.checkpoint.hf_files import open_weight_files
 from rlhf_megatron.checkpoint.hf_read import audit_hf
 from rlhf_megatron.checkpoint.layout_check import check_layout
-from rlhf_megatron.checkpoint.manifest import HEADS, RoleCheckpoint
+from rlhf_megatron.checkpoint.manifest import HEADS, KINDS, RoleCheckpoint
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.megatron import megatron_rank_layout
 from rlhf_megatron.layout.parallel import ParallelLayout
@@ -114,9 +114,8 @@ def _target(
 
 
 def _model(arch: ModelArchitecture, *, head: Head) -> str:
-    kind = "language model" if head == "lm" else "value model"
     return (
-        f"{arch.family} {kind} of {arch.num_layers} layers, "
+        f"{arch.family} {KINDS[head]} of {arch.num_layers} layers, "
         f"{num_parameters(arch, head=head) / 1e6:,.1f} M parameters"
     )
 

@@ -65,13 +65,15 @@ class Part:
 def plan_export(checkpoint: RoleCheckpoint, *, max_shard_bytes: float) -> ExportPlan:
     """Open and audit the weights, and deal the tensors out to files of at most `max_shard_bytes`
     (a larger parameter has one to itself). Raises UserError, the same on all ranks."""
-    arch, head = checkpoint.arch, checkpoint.manifest.head
+    arch = checkpoint.arch
     directory = checkpoint.folder.weights
     stored = open_sharded(directory)
-    parameters = model_parameters(arch, head=head, stored=stored)
+    parameters = model_parameters(arch, head=checkpoint.manifest.head, stored=stored)
     audit_sharded(directory, stored=stored, parameters=parameters, num_layers=arch.num_layers)
     dtype = getattr(torch, checkpoint.manifest.dtype)
-    shapes = {tensor.name: tensor.shape for tensor in logical_tensors(arch, head=head)}
+    exported = logical_tensors(arch, head=checkpoint.exports)
+    shapes = {tensor.name: tensor.shape for tensor in exported}
+    parameters = [p for p in parameters if shapes.keys() >= set(tensors_of(p))]
     groups: list[list[Parameter]] = [[]]
     filled = 0
     for parameter in parameters:
@@ -140,7 +142,7 @@ def create_files(folder: Path, *, plan: ExportPlan) -> None:
         folder,
         template_dir=checkpoint.folder.hf,
         arch=checkpoint.arch,
-        head=checkpoint.manifest.head,
+        head=checkpoint.exports,
         dtype=checkpoint.manifest.dtype,
     )
     for file in plan.files:

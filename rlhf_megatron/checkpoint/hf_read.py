@@ -75,7 +75,7 @@ def audit_hf(
     Raises UserError, listing every problem.
     """
     problems, stored = list(files.problems), {}
-    if head == "lm" and arch.head == "classification":
+    if head != "value" and arch.head == "classification":
         problems.append("it is a sequence-classification model; a language model is needed here")
     if head == "value" and arch.head == "classification" and arch.num_labels != 1:
         problems.append(f"it has {arch.num_labels} labels; a value or reward model has one")

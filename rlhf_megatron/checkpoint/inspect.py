@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.checkpoint.manifest import Manifest, open_role_folder
+from rlhf_megatron.checkpoint.manifest import KINDS, Manifest, open_role_folder
 from rlhf_megatron.checkpoint.optimizer_slices import MASTER, MOMENTS
 from rlhf_megatron.checkpoint.paths import RoleFolder
 from rlhf_megatron.checkpoint.sharded_files import audit_sharded, model_parameters, open_sharded
@@ -172,10 +172,9 @@ def _role_in_words(role: RoleContents) -> str:
     manifest = role.manifest
     if manifest is None:
         return "cannot be read"
-    kind = "language model" if manifest.head == "lm" else "value model"
     parts = [
-        f"{kind}, {manifest.num_parameters / 1e6:,.1f} M parameters in {manifest.dtype}, "
-        f"{_megabytes(role.weights_bytes)}"
+        f"{KINDS[manifest.head]}, {manifest.num_parameters / 1e6:,.1f} M parameters in "
+        f"{manifest.dtype}, {_megabytes(role.weights_bytes)}"
     ]
     if role.optimizer_states:
         states = ", ".join(role.optimizer_states)

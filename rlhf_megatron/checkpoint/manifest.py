@@ -1,7 +1,7 @@
 """The small JSON beside a role's sharded weights: what they are and who wrote them."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from rlhf_megatron.layout.tensors import Head
 
 FORMAT_VERSION = 1
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value"}
-"""What the roles of the trainer have."""
+"""What the roles of the trainer have, where each is a model of its own."""
+KINDS: dict[Head, str] = {
+    "lm": "language model",
+    "value": "value model",
+    "joint": "language model with a value head",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,8 @@ class RoleCheckpoint:
     folder: RoleFolder
     manifest: Manifest
     arch: ModelArchitecture
+    exports: Head
+    """What of it becomes a Hugging Face directory: of a model with both heads, one of them."""
 
 
 def installed_versions() -> dict[str, str]:
@@ -74,9 +81,23 @@ def open_role(checkpoint: str | Path, *, role: str | None) -> RoleCheckpoint:
     return open_role_folder(RoleFolder(checkpoint / (role or found[0])))
 
 
+def open_role_for_export(checkpoint: str | Path, *, role: str | None) -> RoleCheckpoint:
+    """As `open_role`; the critic of a shared backbone is the actor's backbone with its value head,
+    which transformers knows as a sequence classification model."""
+    if role == "critic" and not RoleFolder(Path(checkpoint) / role).manifest.exists():
+        actor = RoleFolder(Path(checkpoint) / "actor")
+        if actor.manifest.exists():
+            opened = open_role_folder(actor)
+            if opened.manifest.head == "joint":
+                return replace(opened, exports="value")
+    return open_role(checkpoint, role=role)
+
+
 def open_role_folder(folder: RoleFolder) -> RoleCheckpoint:
     """Read the small files of one role. Raises UserError."""
-    return RoleCheckpoint(folder, _read(folder.manifest), read_architecture(folder.hf))
+    manifest = _read(folder.manifest)
+    exports: Head = "value" if manifest.head == "value" else "lm"
+    return RoleCheckpoint(folder, manifest, read_architecture(folder.hf), exports)
 
 
 def _read(path: Path) -> Manifest:
@@ -88,8 +109,8 @@ def _read(path: Path) -> Manifest:
                 f"{path}: format version {written!r}; this version reads {FORMAT_VERSION}"
             )
         manifest = Manifest(**content)
-        if manifest.head not in HEADS.values():
-            raise ValueError(f"head {manifest.head!r} is none of {', '.join(HEADS.values())}")
+        if manifest.head not in KINDS:
+            raise ValueError(f"head {manifest.head!r} is none of {', '.join(KINDS)}")
         return manifest
     except UserError:
         raise

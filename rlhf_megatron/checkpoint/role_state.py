@@ -131,14 +131,24 @@ def captured_optimizer(
 
 @torch.no_grad()
 def restore_optimizer(
-    model: RoleModel, *, optimizer: Any, checkpoint: RoleCheckpoint, directory: Path, steps: int
+    model: RoleModel | None,
+    *,
+    optimizer: Any,
+    checkpoint: RoleCheckpoint,
+    directory: Path,
+    steps: int,
+    dtype: torch.dtype,
 ) -> None:
     """Overwrite the optimizer's state by the one in `directory`, whatever layout wrote it.
 
-    steps: how often it had stepped. Collective over the job. Raises UserError, the same on all
-    ranks, for whatever is missing or does not fit; nothing is touched then.
+    model: None on a rank without a part of it. steps: how often the optimizer had stepped. dtype:
+    of the parameters. Collective over the job. Raises UserError, the same on all ranks, for
+    whatever is missing or does not fit; nothing is touched then.
     """
-    _audit(model, checkpoint=checkpoint, directory=directory)
+    _audit(checkpoint, directory=directory, dtype=dtype)
+    if model is None:
+        _load({}, directory=directory)
+        return
     own_replica = model.groups.coordinates.dp
     parts = role_parts(model)
     wanted = {
@@ -151,11 +161,7 @@ def restore_optimizer(
         for name in state_names(held.parameter)
         if held.owner == own_replica
     }
-    try:
-        loaded = dist_checkpointing.load(wanted, str(directory))
-    except CheckpointException as error:  # raised on all ranks alike
-        found = [str(failure[0]) for failure in error.failures.values()]
-        raise UserError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
+    loaded = _load(wanted, directory=directory)
     ranges = own_ranges(optimizer)
     for held in parts.held:
         for name in state_names(held.parameter):
@@ -168,10 +174,18 @@ def restore_optimizer(
         set_adam_steps(optimizer, steps=steps)
 
 
-def _audit(model: RoleModel, *, checkpoint: RoleCheckpoint, directory: Path) -> None:
+def _load(wanted: dict[str, Any], *, directory: Path) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory))
+    except CheckpointException as error:  # raised on all ranks alike
+        found = [str(failure[0]) for failure in error.failures.values()]
+        raise UserError(f"{directory}: {'; '.join(dict.fromkeys(found))}") from error
+    return loaded
+
+
+def _audit(checkpoint: RoleCheckpoint, *, directory: Path, dtype: torch.dtype) -> None:
     stored = open_sharded(directory)
     parameters = model_parameters(checkpoint.arch, head=checkpoint.manifest.head, stored={})
-    dtype = next(iter(model.parameters().values())).dtype
     for name in state_names(torch.empty(0, dtype=dtype)):
         prefix = f"{_PREFIX}{name}."
         part: dict[str, StoredTensor] = {

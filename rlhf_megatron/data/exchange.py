@@ -3,17 +3,59 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhf_megatron.batch import RaggedBatch, concatenate
 
 logger = logging.getLogger(__name__)
 
+Fields = Mapping[str, torch.dtype]
 
-def gather_batch(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> RaggedBatch:
-    """All ranks' samples as one batch, the same on every rank, ordered by (prompt, sample).
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredBatch:
+    """What `gather_batch` brought."""
+
+    batch: RaggedBatch
+    """The samples of all ranks, the same on every rank, ordered by (prompt, sample)."""
+    bytes_received: int
+    """By this rank, of token ids, lengths and fields."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The sizes of one rank's samples."""
+
+    samples: int
+    tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """The fields of the samples, in the order in which they travel."""
+
+    sample: Fields
+    response: Fields
+
+    def num_bytes(self, part: _Part) -> int:
+        """Of a rank's samples on their way: 4 a token, 8 a sample for its two lengths, and the
+        fields as they are."""
+        per_sample = 8 + sum(dtype.itemsize for dtype in self.sample.values())
+        per_response_token = sum(dtype.itemsize for dtype in self.response.values())
+        return (
+            4 * part.tokens + per_sample * part.samples + per_response_token * part.response_tokens
+        )
+
+
+def gather_batch(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> GatheredBatch:
+    """All ranks' samples as one batch.
 
     Each sample must be in one rank's part only; None where a rank has none. What comes out does not
     depend on how many engines there were or which rank scored what. The whole step's ids and
@@ -21,19 +63,88 @@ def gather_batch(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> Ragge
     batch everywhere each role can cut it to its own layout without asking its peers.
     """
     started = time.perf_counter()
-    parts: list[RaggedBatch | None] = [None] * group.size()
-    dist.all_gather_object(parts, part, group=group)
-    if os.environ.get("RLHF_MEGATRON_DEBUG") == "1":
-        shapes = [None if p is None else (len(p), p.num_tokens) for p in parts]
-        logger.debug(
-            "exchange all_gather_object: (samples, tokens) by rank %s, %d bytes, %.3f ms",
-            shapes,
-            sum(p.num_bytes for p in parts if p is not None),
-            1e3 * (time.perf_counter() - started),
-        )
-    filled = [p for p in parts if p is not None and len(p) > 0]
+    ranks = dist.get_process_group_ranks(group)
+    parts, schema = _agree(part, group=group)
+    own = group.rank()
+    buffers = [torch.empty(schema.num_bytes(sizes), dtype=torch.uint8) for sizes in parts]
+    if part is not None:
+        buffers[own] = _packed(part, schema=schema)
+    works = [
+        dist.broadcast(buffer, src=ranks[index], group=group, async_op=True)
+        for index, buffer in enumerate(buffers)
+        if len(buffer)
+    ]
+    for work in works:
+        work.wait()
+    filled = [
+        _unpacked(buffer, sizes=sizes, schema=schema)
+        for buffer, sizes in zip(buffers, parts, strict=True)
+        if sizes.samples
+    ]
     assert filled, "no rank has any sample"
-    return concatenate(filled).sorted_by_prompt()
+    received = sum(len(buffer) for index, buffer in enumerate(buffers) if index != own)
+    seconds = time.perf_counter() - started
+    if os.environ.get("RLHF_MEGATRON_DEBUG") == "1":
+        logger.info(
+            "exchange of samples, broadcast: (samples, tokens) by rank %s, %d bytes received, "
+            "%.3f ms",
+            [(sizes.samples, sizes.tokens) for sizes in parts],
+            received,
+            1e3 * seconds,
+        )
+    return GatheredBatch(
+        batch=concatenate(filled).sorted_by_prompt(), bytes_received=received, seconds=seconds
+    )
+
+
+def _agree(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> tuple[list[_Part], _Schema]:
+    """The sizes of all ranks' parts, and their fields, which are alike."""
+    own: tuple[_Part, _Schema | None] = _Part(0, 0, 0), None
+    if part is not None and len(part):
+        schema = _Schema(
+            {name: values.dtype for name, values in part.sample.items()},
+            {name: values.dtype for name, values in part.response.items()},
+        )
+        own = _Part(len(part), part.num_tokens, part.num_response_tokens), schema
+    found: list[tuple[_Part, _Schema | None]] = [own] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    schemas = [schema for _, schema in found if schema is not None]
+    assert schemas, "no rank has any sample"
+    assert all(schema == schemas[0] for schema in schemas), schemas
+    return [sizes for sizes, _ in found], schemas[0]
+
+
+def _packed(batch: RaggedBatch, *, schema: _Schema) -> Tensor:
+    tensors = [
+        batch.tokens.to(torch.int32),
+        batch.prompt_lengths.to(torch.int32),
+        batch.response_lengths.to(torch.int32),
+        *(batch.sample[name] for name in schema.sample),
+        *(batch.response[name] for name in schema.response),
+    ]
+    return torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors])
+
+
+def _unpacked(buffer: Tensor, *, sizes: _Part, schema: _Schema) -> RaggedBatch:
+    start = 0
+
+    def take(count: int, dtype: torch.dtype) -> Tensor:
+        nonlocal start
+        piece = buffer[start : start + count * dtype.itemsize]
+        start += len(piece)
+        return piece.clone().view(dtype)  # a copy begins where any type may
+
+    tokens = take(sizes.tokens, torch.int32).long()
+    prompt_lengths, response_lengths = (take(sizes.samples, torch.int32).long() for _ in range(2))
+    return RaggedBatch(
+        tokens=tokens,
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
+        sample={name: take(sizes.samples, dtype) for name, dtype in schema.sample.items()},
+        response={
+            name: take(sizes.response_tokens, dtype) for name, dtype in schema.response.items()
+        },
+    )
 
 
 def share_out(count: int, *, part: int, num_parts: int) -> range:

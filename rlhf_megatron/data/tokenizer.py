@@ -53,6 +53,10 @@ class Tokenizer(ABC):
         """Text of `ids`, spaces untouched."""
 
     @abstractmethod
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's id, added tokens included."""
+
+    @abstractmethod
     def token_id(self, name: str) -> int:
         """Id of the one token `name` stands for. Raises UserError where it is none or several."""
 
@@ -105,8 +109,12 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return text
 
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
+
     def token_id(self, name: str) -> int:
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        vocabulary = self.vocabulary()
         if name in vocabulary:
             return vocabulary[name]
         ids = self._encode_plain(name)  # a name as text: byte-level models store "\n" otherwise
@@ -172,6 +180,9 @@ class SentencePieceTokenizer(Tokenizer):
             else:
                 run.append(token)
         return text + str(self._processor.decode(run))
+
+    def vocabulary(self) -> dict[str, int]:
+        return {str(self._processor.id_to_piece(i)): i for i in range(self.vocab_size)}
 
     def token_id(self, name: str) -> int:
         token = int(self._processor.piece_to_id(name))

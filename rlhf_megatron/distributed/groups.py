@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from hashlib import sha1
+from itertools import count
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,6 +20,7 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from torch.distributed import distributed_c10d
 
 from rlhf_megatron.layout.parallel import Coordinates, ParallelLayout
 
@@ -26,9 +29,7 @@ class GroupFactory:
     """Makes each set of ranks into a process group once, so that roles of one layout share groups.
 
     A group is made by its members alone (use_local_synchronization): at 512 ranks that is a handful
-    of groups a rank in place of thousands. All ranks must ask for their groups in the same order,
-    and before the rollout engines are built: torch names such a group by what the process has made
-    so far, and ranks with engines of their own have made more.
+    of groups a rank in place of thousands. All ranks must ask for their groups in the same order.
     """
 
     def __init__(self, *, timeout_seconds: float, backend: str = "gloo") -> None:
@@ -40,13 +41,38 @@ class GroupFactory:
         """The group of `ranks`, to which this process belongs."""
         assert dist.get_rank() in ranks, ranks
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(
-                list(ranks),
-                timeout=self._timeout,
-                backend=self._backend,
-                use_local_synchronization=True,
-            )
+            with _named_by_ranks():
+                self._groups[ranks] = dist.new_group(
+                    list(ranks),
+                    timeout=self._timeout,
+                    backend=self._backend,
+                    use_local_synchronization=True,
+                )
         return self._groups[ranks]
+
+
+@contextmanager
+def _named_by_ranks() -> Iterator[None]:
+    """Inside, torch names a group that its members make alone by their ranks and by how many groups
+    of these very ranks there are.
+
+    Its own name counts all groups that the process has made (2.11 to 2.13, distributed_c10d.py,
+    _hash_ranks_to_str). Ranks with other roles, or another pipeline stage, have made other numbers
+    of them, and would wait for each other under different names.
+    """
+
+    def name_of(ranks: list[int]) -> str:
+        taken = set(distributed_c10d._world.pg_names.values())
+        members = "_".join(map(str, ranks))
+        names = (sha1(f"{members} {number}".encode()).hexdigest() for number in count())
+        return next(name for name in names if name not in taken)
+
+    former = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = name_of
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = former
 
 
 @dataclass
@@ -101,6 +127,23 @@ class RoleGroups:
             tracker.set_states(saved_states)
             for name, value in saved.items():
                 setattr(parallel_state, name, value)
+
+    @contextmanager
+    def as_default_group(self) -> Iterator[None]:
+        """Inside, torch's default group is that of the role's ranks, and ranks count within it.
+
+        For what Megatron-Core does over all processes and means those of one model: the keys of an
+        optimizer's parameter groups (optimizer/__init__.py:181 of 0.16.1).
+        """
+        world = distributed_c10d._get_default_group()
+        if self.everyone.size() == world.size():
+            yield
+            return
+        distributed_c10d._update_default_pg(self.everyone)
+        try:
+            yield
+        finally:
+            distributed_c10d._update_default_pg(world)
 
     def _global_values(self) -> dict[str, object]:
         """parallel_state's module globals for this role (names of 0.16.1, all there in 0.19.2)."""

@@ -127,7 +127,7 @@ def describe(alarm: Alarm, *, reports: Iterable[RankReport], silent: Iterable[Si
     mute = sorted(silent, key=lambda rank: rank.rank)
     lines = [_first_line(alarm, found=found, mute=mute)]
     lines += _silent_lines(mute) + _report_lines(found)
-    shown = _to_blame(found) if not mute else None
+    shown = _to_blame(found, alarm=alarm) if not mute else None
     if shown is not None:
         lines.append(f"the innermost frames of rank {shown.rank}:\n{shown.stack.rstrip()}")
     lines.append("the stacks of all threads are in logs/rank_*.log")
@@ -162,7 +162,7 @@ def _first_line(alarm: Alarm, *, found: list[RankReport], mute: list[SilentRank]
             f"{rank.process}; rank {alarm.rank} has been in {alarm.phase} for "
             f"{alarm.seconds:.0f} s, {alarm.limit}"
         )
-    blamed = _to_blame(found)
+    blamed = _to_blame(found, alarm=alarm)
     if blamed is None:
         return f"rank {alarm.rank} hangs in {alarm.phase}: no rank has answered; {alarm.limit}"
     others = [report for report in found if report is not blamed]
@@ -179,9 +179,14 @@ def _first_line(alarm: Alarm, *, found: list[RankReport], mute: list[SilentRank]
     )
 
 
-def _to_blame(found: list[RankReport]) -> RankReport | None:
-    """The rank that is furthest behind; of several one that waits for no other."""
-    return min(found, key=lambda r: (r.number, bool(r.waits_in), r.rank), default=None)
+def _to_blame(found: list[RankReport], *, alarm: Alarm) -> RankReport | None:
+    """The rank that is furthest behind; of several one in the phase that took too long, since roles
+    on ranks of their own are in different ones, and one that waits for no other."""
+
+    def order(report: RankReport) -> tuple[int, bool, bool, int]:
+        return report.number, report.phase != alarm.phase, bool(report.waits_in), report.rank
+
+    return min(found, key=order, default=None)
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -7,6 +7,7 @@ from rlhf_megatron.config import Config
 from rlhf_megatron.doctor.facts import Needs
 from rlhf_megatron.layout.parallel import parse_ranks
 from rlhf_megatron.layout.sizes import num_parameters
+from rlhf_megatron.shared_backbone import actor_head, trained_roles
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8}
@@ -16,7 +17,7 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8}
 def needs_of(config: Config, *, architectures: Architectures | None, world_size: int) -> Needs:
     """`architectures`: None where the models cannot be read here; sizes are not judged then."""
     rollout, checkpoint = config.rollout, config.checkpoint
-    specs = {config.actor.layer_spec, config.critic.layer_spec}
+    specs = {role.layer_spec for role in trained_roles(config).values()}
     if config.ppo.kl.place != "off":
         specs.add(config.ref.layer_spec)
     checkpoint_bytes = weights = 0
@@ -24,10 +25,10 @@ def needs_of(config: Config, *, architectures: Architectures | None, world_size:
         precision = config.actor.precision
         weights = num_parameters(architectures.actor, head="lm") * WEIGHT_BYTES[precision]
         per_parameter = WEIGHT_BYTES[precision] + OPTIMIZER_BYTES[precision]
-        checkpoint_bytes = per_parameter * (
-            num_parameters(architectures.actor, head="lm")
-            + num_parameters(architectures.critic, head="value")
-        )
+        trained = num_parameters(architectures.actor, head=actor_head(config))
+        if architectures.critic is not None:
+            trained += num_parameters(architectures.critic, head="value")
+        checkpoint_bytes = per_parameter * trained
         if config.warmup.steps > 0 and not config.ref.model:
             checkpoint_bytes += weights  # of the reference, which exists nowhere else
     sleeps = rollout.engine != "hf" and rollout.sleep_level == 1

@@ -24,6 +24,7 @@ class MicroBatch:
     fields: dict[str, Tensor]  # each [R], on the device
     response_rows: Tensor  # [R] on the CPU: where the response tokens stand in the whole batch
     sample_rows: Tensor  # [b] on the CPU: where the samples stand in the whole batch
+    values: Tensor | None = None  # [T] once it has passed through a model with both heads
 
 
 def make_micro_batch(

@@ -1,7 +1,7 @@
 """Runs a Megatron model over micro-batches: inference and training steps. Knows no PPO.
 
 Every method is collective over the role's ranks. Results come back the same on every rank of the
-job, through one sum over `job_group` in which each value is contributed once.
+role, through one sum over these in which each value is contributed once.
 """
 
 import math
@@ -35,7 +35,7 @@ from rlhf_megatron.engine.optimizer import (
     wrap_for_training,
 )
 from rlhf_megatron.engine.parts import named_parts
-from rlhf_megatron.models.build import LM_HEAD, RoleModel
+from rlhf_megatron.models.build import VALUE_HEAD, RoleModel
 from rlhf_megatron.models.config import OptimizerConfig
 from rlhf_megatron.models.vocab_parallel import TokenLogProbs, token_log_probs
 
@@ -58,7 +58,7 @@ class LossResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step, or the gradient for it. The same on every rank of the job."""
+    """One optimizer step, or the gradient for it. The same on every rank of the role."""
 
     grad_norm: float
     """Before clipping. Of a gradient that is not taken: NaN where none was computed."""
@@ -73,7 +73,8 @@ Judgement = Callable[[StepResult], bool]
 """Whether a gradient is to be taken, by what all ranks know of it, so that all decide alike."""
 
 LossFunction = Callable[[Tensor, MicroBatch], LossResult]
-"""(the model's output [T, H or 1], micro-batch) -> loss, on the last pipeline stage."""
+"""(the model's output [T, H or 1], micro-batch) -> loss, on the last pipeline stage. Of a model
+with both heads the output is [T, H], and the micro-batch has the `values`."""
 
 
 class ModelEngine:
@@ -84,12 +85,10 @@ class ModelEngine:
         model: RoleModel,
         *,
         device: torch.device,
-        job_group: dist.ProcessGroup,
         optimizer_config: OptimizerConfig | None = None,
     ) -> None:
         self.model = model
         self.device = device
-        self.job_group = job_group
         self.optimizer_config = optimizer_config
         self.optimizer: Any = None
         self.memory = RoleMemory()
@@ -173,7 +172,7 @@ class ModelEngine:
             if self.model.groups.coordinates.tp == 0:
                 for name, (values, rows) in outputs(output, micro_batch).items():
                     buffers[name][rows.to(self.device)] = values.float()
-            elif self.model.head == LM_HEAD:
+            elif self.model.head != VALUE_HEAD:
                 outputs(output, micro_batch)  # its collectives span the TP ranks
             return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device), {}
 
@@ -183,7 +182,7 @@ class ModelEngine:
         with torch.no_grad():
             self._run(micro_batches, collect, forward_only=True)
         for buffer in buffers.values():
-            dist.all_reduce(buffer, group=self.job_group)
+            dist.all_reduce(buffer, group=self.model.groups.everyone)
         return {name: buffer.cpu() for name, buffer in buffers.items()}
 
     def train_step(
@@ -275,7 +274,8 @@ class ModelEngine:
                 packed_seq_params=micro_batch.packed,
                 **options,
             )
-            return output, partial(_last_stage_loss, loss, micro_batch)
+            values = self.model.take_values() if module is self._modules[-1] else None
+            return output, partial(_last_stage_loss, loss, replace(micro_batch, values=values))
 
         groups = self.model.groups
         stages = groups.layout.pipeline_model_parallel_size
@@ -306,7 +306,7 @@ class ModelEngine:
         if contributes:
             shared = [(sorted(collected[0].sums), sorted(collected[0].maxima))]
         source = groups.layout.rank(tp=0, dp=0, pp=groups.layout.pipeline_model_parallel_size - 1)
-        dist.broadcast_object_list(shared, src=source, group=self.job_group)
+        dist.broadcast_object_list(shared, src=source, group=groups.everyone)
         sum_names, maximum_names = shared[0]
         sums = torch.zeros(len(sum_names), 2, dtype=torch.float64, device=self.device)
         maxima = torch.zeros(len(maximum_names) + 1, dtype=torch.float64, device=self.device)
@@ -316,8 +316,8 @@ class ModelEngine:
                 sums[row] += result.sums[name]
             for row, name in enumerate(maximum_names):
                 maxima[row] = torch.maximum(maxima[row], result.maxima[name])
-        dist.all_reduce(sums, group=self.job_group)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.job_group)
+        dist.all_reduce(sums, group=groups.everyone)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=groups.everyone)
         means = {n: s / max(c, 1.0) for n, (s, c) in zip(sum_names, sums.tolist(), strict=True)}
         *largest, nonfinite_rank = maxima.tolist()
         return means | dict(zip(maximum_names, largest, strict=True)), int(nonfinite_rank)

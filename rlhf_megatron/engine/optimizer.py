@@ -57,13 +57,14 @@ def build_optimizer(
         bf16=model.config.bf16,
         params_dtype=model.config.params_dtype,
     )
-    optimizer = get_megatron_optimizer(
-        options,
-        wrapped,
-        config_overrides=get_standard_config_overrides(options),
-        use_gloo_process_groups=False,
-        pg_collection=model.groups.collection,
-    )
+    with model.groups.as_default_group():
+        optimizer = get_megatron_optimizer(
+            options,
+            wrapped,
+            config_overrides=get_standard_config_overrides(options),
+            use_gloo_process_groups=False,
+            pg_collection=model.groups.collection,
+        )
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

@@ -16,6 +16,7 @@ from rlhf_megatron.layout.tensors import VALUE_HEAD, Head, in_layer
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
+_JOINT_VALUE_HEAD = "output_layer.value_head.weight"
 
 
 def chunk_prefix(chunk: int, *, virtual_pipeline_model_parallel_size: int) -> str:
@@ -111,8 +112,9 @@ def megatron_rank_layout(
 
     `fused_norms`: the Transformer Engine layer spec; otherwise the local one. With tied embeddings
     and more than one stage the last one holds `output_layer.weight` as a second copy of the
-    embedding; a value model's `output_layer.weight` is the replicated [1, hidden] head. With
-    virtual stages each name begins with its chunk (`chunk_prefix`).
+    embedding; a value model's `output_layer.weight` is the replicated [1, hidden] head, and a joint
+    model has that as `output_layer.value_head.weight`. With virtual stages each name begins with
+    its chunk (`chunk_prefix`).
     """
     placements: list[Placement] = []
     for chunk in range(virtual_pipeline_model_parallel_size):
@@ -156,12 +158,15 @@ def _chunk_layout(
     if last:
         yield from place(rules.final_norm)
         output = prefix + rules.output.megatron
+        value_head = LogicalTensor(VALUE_HEAD, (1, arch.hidden_size))
         if head == "value":
-            yield whole(LogicalTensor(VALUE_HEAD, (1, arch.hidden_size)), parameter=output)
+            yield whole(value_head, parameter=output)
         elif not arch.tie_word_embeddings:
             yield from place(rules.output)
         elif not first:
             yield from _place(rules.embedding, parameter=output, **cut)
+        if head == "joint":
+            yield whole(value_head, parameter=prefix + _JOINT_VALUE_HEAD)
 
 
 def megatron_layouts(

@@ -8,7 +8,8 @@ from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import LogicalTensor
 from rlhf_megatron.layout.rules import Rule
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "joint"]
+"""What a model ends in: the output layer, a scalar head in its place, or both side by side."""
 VALUE_HEAD = "score.weight"
 """Logical name of the scalar head, [1, hidden], as in transformers' sequence classification."""
 
@@ -17,7 +18,7 @@ def logical_tensors(arch: ModelArchitecture, *, head: Head) -> list[LogicalTenso
     """Names and shapes as Hugging Face stores them.
 
     A tied language model has no `lm_head.weight`; a value model has `score.weight` [1, hidden] in
-    its place.
+    its place, a joint one beside it.
     """
     rules = arch.rules
     found = list(rules.embedding.tensors)
@@ -25,10 +26,10 @@ def logical_tensors(arch: ModelArchitecture, *, head: Head) -> list[LogicalTenso
         for rule in rules.layer:
             found += in_layer(rule, layer=layer).tensors
     found += rules.final_norm.tensors
-    if head == "value":
-        found.append(LogicalTensor(VALUE_HEAD, (1, arch.hidden_size)))
-    elif not arch.tie_word_embeddings:
+    if head != "value" and not arch.tie_word_embeddings:
         found += rules.output.tensors
+    if head != "lm":
+        found.append(LogicalTensor(VALUE_HEAD, (1, arch.hidden_size)))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_megatron.config import Config
 from rlhf_megatron.memory.plan import MemoryPlan
 from rlhf_megatron.memory.rollout import longest_tokens
+from rlhf_megatron.shared_backbone import trained_roles
 
 CHEAP, SLOWER, LAYOUT = 1, 2, 3
 UTILIZATION_STEP = 0.05
@@ -33,7 +34,7 @@ def candidates(config: Config, *, plan: MemoryPlan) -> Iterator[Candidate]:
 
 
 def _offload(config: Config, *, plan: MemoryPlan) -> Iterator[Candidate]:
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
+    for name, role in trained_roles(config).items():
         resident = next((r.resident for r in plan.worst.roles if r.setting.name == name), None)
         for part in PARTS:
             key = f"offload_{part}"
@@ -118,7 +119,7 @@ def _passes(config: Config) -> Iterator[Candidate]:
             cost="more and smaller passes, each with less to do; the gradient stays the same",
             effort=CHEAP,
         )
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
+    for name, role in trained_roles(config).items():
         if role.recompute.granularity != "full" or role.recompute.num_layers:
             yield Candidate(
                 values={
@@ -134,7 +135,7 @@ def _passes(config: Config) -> Iterator[Candidate]:
 def _fused_adam(config: Config, *, plan: MemoryPlan) -> Iterator[Candidate]:
     if plan.machine.gpu_memory_bytes is not None and config.actor.layer_spec == "auto":
         yield Candidate(
-            values={f"{name}.layer_spec": "transformer_engine" for name in ("actor", "critic")},
+            values={f"{name}.layer_spec": "transformer_engine" for name in trained_roles(config)},
             cost="Transformer Engine has to be installed; its AdamW needs no workspace",
             effort=CHEAP,
         )
@@ -145,7 +146,7 @@ def _layouts(config: Config, *, gpus_per_node: int) -> Iterator[Candidate]:
     actor = config.actor.parallel
     roles = [
         name
-        for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref))
+        for name, role in (*trained_roles(config).items(), ("ref", config.ref))
         if role.parallel == actor
     ]
 

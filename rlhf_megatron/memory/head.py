@@ -66,3 +66,15 @@ def policy_head(
         forward=CHUNK_ARRAYS * chunk + layer.gathered + rows,
         backward=gradients + products + layer.gathered,
     )
+
+
+def joint_head(layer: LayerActivations, *, policy: HeadMemory, value: HeadMemory) -> HeadMemory:
+    """Both heads on one final norm: the value head's float32 copy of the hidden states is kept
+    through the policy's pass and its backward pass."""
+    wide = layer.sharded_tokens * layer.hidden * FP32_BYTES
+    return HeadMemory(
+        saved=policy.saved + wide,
+        loss_saved=policy.loss_saved,
+        forward=max(policy.forward, value.forward),
+        backward=max(policy.backward, value.backward) + layer.stream,
+    )

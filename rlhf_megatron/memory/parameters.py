@@ -98,6 +98,12 @@ def engine_shapes(
     )
 
 
+@lru_cache(maxsize=64)
+def engine_elements(arch: ModelArchitecture, *, tensor_parallel_size: int) -> int:
+    """Elements of all parameters of a rank of a vLLM engine."""
+    return numel(engine_shapes(arch, tensor_parallel_size=tensor_parallel_size))
+
+
 def numel(shapes: Shapes) -> int:
     """Elements of all parameters."""
     return sum(prod(shape) for shape in shapes.values())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
+from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.memory.activations import Kernels
 from rlhf_megatron.memory.rank import PhaseMemory, RankBuilder, RankMemory
 from rlhf_megatron.memory.roles import RoleSetting, role_memory
@@ -18,14 +19,16 @@ from rlhf_megatron.memory.sync import transfer_buffers
 from rlhf_megatron.memory.training import BatchSizes
 from rlhf_megatron.models.config import ReferenceConfig
 from rlhf_megatron.resolve import parallel_layout, rollout_ranks
+from rlhf_megatron.shared_backbone import actor_head
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleModels:
-    """The roles' models. `ref` None: there is no KL penalty. `reward` None: a function scores."""
+    """The roles' models. `critic` None: it is a head on the actor. `ref` None: there is no KL
+    penalty. `reward` None: a function scores."""
 
     actor: ModelArchitecture
-    critic: ModelArchitecture
+    critic: ModelArchitecture | None
     ref: ModelArchitecture | None
     reward: ModelArchitecture | None = None
 
@@ -151,12 +154,13 @@ def role_settings(
         if arch is None or (name == "ref" and lora_rank and not config.ref.model):
             continue
         is_trained = name != "ref"
+        heads: dict[str, Head] = {"actor": actor_head(config), "critic": "value", "ref": "lm"}
         found.append(
             RoleSetting(
                 name=name,
                 arch=arch,
                 layout=parallel_layout(role.parallel, world_size=world_size),
-                head="value" if name == "critic" else "lm",
+                head=heads[name],
                 precision=role.precision,
                 is_trained=is_trained,
                 recompute=RecomputeChoice()

@@ -11,7 +11,7 @@ from math import ceil
 from rlhf_megatron.config import Config
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.sizes import num_parameters
-from rlhf_megatron.memory.parameters import engine_shapes, numel
+from rlhf_megatron.memory.parameters import engine_elements
 from rlhf_megatron.resolve import num_engines
 from rlhf_megatron.rollout.kv_cache import cpu_kv_cache_bytes, kv_token_bytes
 
@@ -78,7 +78,7 @@ def engine_memory(
         return _transformers_memory(config, arch=arch, world_size=world_size)
     rollout, itemsize = config.rollout, itemsize_of(config.actor.precision)
     size = rollout.tensor_parallel_size
-    weights = numel(engine_shapes(arch, tensor_parallel_size=size)) * itemsize
+    weights = engine_elements(arch, tensor_parallel_size=size) * itemsize
     token_bytes = kv_token_bytes(
         arch, tensor_parallel_size=size, bytes_per_element=_cache_itemsize(config)
     )

@@ -18,6 +18,7 @@ from rlhf_megatron.memory.activations import (
 from rlhf_megatron.memory.head import (
     HeadMemory,
     embedding_saved,
+    joint_head,
     packing_saved,
     policy_head,
     value_head,
@@ -26,7 +27,14 @@ from rlhf_megatron.memory.switches import RecomputeChoice
 
 FIELDS_PER_RESPONSE_TOKEN = 3
 """float32 values of a response token that a loss reads (old log-probs, advantages, mask)."""
+JOINT_FIELDS = 2
+"""More of them where the loss is that of both heads (old values, returns)."""
 
+HEAD_INSTANTS: dict[Head, str] = {
+    "lm": "log-probs",
+    "value": "value head",
+    "joint": "log-probs and values",
+}
 
 PASSED_ON_BEFORE = 3
 """Residual streams of the micro-batch before, which the schedule still holds."""
@@ -104,15 +112,17 @@ class StageModel:
         )
 
     def head_memory(self, layer: LayerActivations, *, response_tokens: int) -> HeadMemory:
+        value = value_head(layer)
         if self.head == "value":
-            return value_head(layer)
+            return value
         tp = self.layout.tensor_model_parallel_size
-        return policy_head(
+        policy = policy_head(
             layer,
             response_tokens=response_tokens,
             vocabulary_rows=padded_vocab_size(self.arch.vocab_size, tensor_model_parallel_size=tp)
             // tp,
         )
+        return joint_head(layer, policy=policy, value=value) if self.head == "joint" else policy
 
 
 def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
@@ -157,7 +167,8 @@ def training_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     """Forward and backward over a mini-batch's micro-batches."""
     layer = model.layer(sizes.micro_tokens)
     saved = saved_activations(model, sizes=sizes) + held_by_schedule(model, sizes=sizes)
-    batch = _batch_bytes(sizes.mini_tokens, fields=FIELDS_PER_RESPONSE_TOKEN)
+    fields = FIELDS_PER_RESPONSE_TOKEN + JOINT_FIELDS * (model.head == "joint")
+    batch = _batch_bytes(sizes.mini_tokens, fields=fields)
     head = _head(model, layer=layer, sizes=sizes) if model.is_last else None
     full, kept = model.recomputed_and_kept_layers
     # By the time that layers are recomputed, those that are kept, which come after them, are done.
@@ -210,7 +221,7 @@ def inference_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
         logits=head.forward,
         workspace=0,
         batch=batch,
-        instant="log-probs" if model.head == "lm" else "value head",
+        instant=HEAD_INSTANTS[model.head],
     )
     return max(layers, outputs, key=lambda found: found.total)
 

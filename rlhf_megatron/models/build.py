@@ -17,7 +17,7 @@ from rlhf_megatron.layout.megatron import chunk_prefix, megatron_rank_layout, pa
 from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.models.compat import transformer_engine_imports
 from rlhf_megatron.models.config import RecomputeConfig
-from rlhf_megatron.models.heads import ValueHead, replace_output_layer
+from rlhf_megatron.models.heads import JointOutput, ValueHead, replace_output_layer
 from rlhf_megatron.models.layers import PackedRotaryEmbedding, block_spec
 from rlhf_megatron.models.rope import rope
 from rlhf_megatron.models.vocab_parallel import VocabShard
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LM_HEAD: Head = "lm"
 VALUE_HEAD: Head = "value"
+JOINT_HEAD: Head = "joint"
 NO_RECOMPUTE = RecomputeConfig()
 
 
@@ -81,6 +82,12 @@ class RoleModel:
             vocab_size=self.arch.vocab_size,
             group=self.groups.collection.tp,
         )
+
+    def take_values(self) -> Tensor | None:
+        """The values of the last forward pass of the last chunk, [T]; None where it has no joint
+        output. Takes them out, so that they do not outlive the pass."""
+        output = getattr(self.chunks[-1], "output_layer", None)
+        return output.take_values() if isinstance(output, JointOutput) else None
 
     @property
     def output_weight(self) -> Tensor:
@@ -200,7 +207,7 @@ def build_model(
     initialize: False leaves the weights as the memory is, for a model that is filled and saved but
     never trained (its tensor-parallel attributes may be missing).
     head "lm" keeps the output weight without its product (models/heads.py); "value" puts a scalar
-    head in its place.
+    head in its place; "joint" has both.
     """
     groups.seed(seed)
     with groups.active():
@@ -255,7 +262,7 @@ def _build_chunk(
         pre_process=groups.is_first_stage and number == 0,
         post_process=is_last,
         parallel_output=True,
-        share_embeddings_and_output_weights=arch.tie_word_embeddings and head == LM_HEAD,
+        share_embeddings_and_output_weights=arch.tie_word_embeddings and head != VALUE_HEAD,
         position_embedding_type="rope",
         pg_collection=groups.collection,
         vp_stage=number if virtual > 1 else None,
@@ -265,7 +272,7 @@ def _build_chunk(
         if head == VALUE_HEAD:
             gpt.output_layer = ValueHead(config, tp_group=groups.collection.tp)
         else:
-            replace_output_layer(gpt)
+            replace_output_layer(gpt, with_values=head == JOINT_HEAD)
     gpt.to(device)
     if dtype is not None:
         gpt.to(dtype)

@@ -98,7 +98,18 @@ class CriticConfig:
     model: str = ""
     """Hugging Face directory of the starting weights: a language model (the head starts at 0) or a
     sequence-classification model with one label (its head is taken over). May be another, smaller
-    architecture with the actor's vocabulary. Empty (the default) takes the actor's directory."""
+    architecture with the actor's vocabulary; a tokenizer that it brings must equal the actor's.
+    Empty (the default) takes the actor's directory."""
+
+    shared_backbone: bool = False
+    """Make the critic a second head on the actor, in place of a model of its own: one pass gives
+    log-probs and values, one update trains both heads and the backbone (docs/shared_backbone.md).
+    model, optimizer, recompute and offload_* of the critic, and ppo.critic_warmup_steps, are then
+    refused; parallel and layer_spec may equal the actor's. Default false."""
+
+    shared_loss_weight: float = number(1.0, minimum=0)
+    """With shared_backbone: the loss of an update is policy loss + shared_loss_weight * value loss.
+    Refused without. Default 1."""
 
     precision: str = choice("bf16", "fp32")
     """As actor.precision; must equal it, since the roles exchange tensors. Default bf16."""

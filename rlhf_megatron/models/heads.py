@@ -1,4 +1,5 @@
-"""What stands in the place of the output layer: the policy's hidden states, the critic's values.
+"""What stands in the place of the output layer: the policy's hidden states, the critic's values,
+or both.
 
 Shape letters: T packed tokens, H hidden size, V padded vocabulary, t tensor-parallel size.
 """
@@ -32,10 +33,14 @@ class HiddenStatesOutput(ColumnParallelLinear):
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group), None
 
 
-def replace_output_layer(model: Any) -> None:
-    """Put a HiddenStatesOutput in the place of a GPTModel's output layer, with its parameter."""
+def replace_output_layer(model: Any, *, with_values: bool = False) -> None:
+    """Put a HiddenStatesOutput in the place of a GPTModel's output layer, with its parameter.
+
+    with_values: a JointOutput, whose value head is new.
+    """
     old = model.output_layer
-    new = HiddenStatesOutput(
+    output_class = JointOutput if with_values else HiddenStatesOutput
+    new = output_class(
         old.input_size,
         old.output_size,
         config=model.config,
@@ -48,6 +53,8 @@ def replace_output_layer(model: Any) -> None:
     )
     if old.weight is not None:
         new.weight = old.weight
+    if isinstance(new, JointOutput):
+        new.value_head = ValueHead(model.config, tp_group=model.pg_collection.tp)
     model.output_layer = new
 
 
@@ -75,3 +82,27 @@ class ValueHead(nn.Module):
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return values, None
+
+
+class JointOutput(HiddenStatesOutput):
+    """The policy's hidden states, and beside them the values of a scalar head on the same ones.
+
+    A GPTModel returns one tensor, in the model's dtype: the values, in float32, are taken from here
+    after each forward pass.
+    """
+
+    value_head: ValueHead
+    _values: Tensor | None = None
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """As HiddenStatesOutput."""
+        # From the states before they are gathered or copied to the TP ranks: those passes sum the
+        # gradients of TP ranks that each have a part, and here each has the whole.
+        self._values, _ = self.value_head(hidden)
+        return super().forward(hidden, *args, **kwargs)
+
+    def take_values(self) -> Tensor:
+        """The last forward pass's, [T]; differentiable. Only once."""
+        values, self._values = self._values, None
+        assert values is not None, "no forward pass since the last call"
+        return values[:, 0, 0]

@@ -46,6 +46,40 @@ class LoggingConfig:
     """Write RUN/report.html, the run in charts, when it is done. Default true. Needs the package
     plotly; without it the run's end says so in a line."""
 
+    trace_steps: str = "1-20"
+    """Steps that RUN/trace.json shows, a timeline of every rank's phases for ui.perfetto.dev, which
+    the run writes as it ends or is stopped: "all", "" for none, or such as "1-20,500". Default
+    1-20. No more than 200,000 events are written, whole steps from the first on; tools/trace.py
+    writes any others from RUN/ledger.jsonl."""
+
     peak_tflops: float = number(0.0, minimum=0)
     """Dense peak rate of one device in the training precision, for train/mfu. 0 (default) takes
     the device's known rate; on a CPU it is measured by a matrix product at the start."""
+
+
+def parse_steps(text: str) -> list[range] | None:
+    """ "1-20,500" -> [range(1, 21), range(500, 501)]; "all" -> None; "" -> []. Ascending.
+
+    Raises ValueError on anything else.
+    """
+    if text.strip() == "all":
+        return None
+    found: list[range] = []
+    for part in text.split(",") if text.strip() else ():
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"{part.strip()!r} is neither a step nor a range such as 1-20")
+        steps = range(int(first), int(last or first) + 1)
+        if not steps or (found and steps.start < found[-1].stop):
+            raise ValueError(f"{text!r} is not ascending")
+        found.append(steps)
+    return found
+
+
+def refused_trace_steps(config: LoggingConfig) -> list[str]:
+    """Problems of `logging.trace_steps`."""
+    try:
+        parse_steps(config.trace_steps)
+    except ValueError as error:
+        return [f'logging.trace_steps={config.trace_steps}: {error}; give "all", "" or 1-20,500']
+    return []

@@ -67,6 +67,7 @@ _ROWS: dict[str, tuple[_Cell, ...]] = {
         _Cell("tokens/s", "train/throughput_tokens_per_sec"),
         _Cell("mfu", "train/mfu"),
         _Cell("memory GB", "gpu/memory_active_gb"),
+        _Cell("idle", "time/idle_share"),
     ),
 }
 

@@ -4,6 +4,7 @@ All _gb are 10^9 bytes.
 """
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,12 @@ import torch
 
 from rlhf_megatron.observability.memory import MemoryUse, memory_use, reset_peak
 
+LEDGER_FILE = "ledger.jsonl"
 STEP = "step"
 """Name of the record that covers a whole step."""
+
+EXCHANGE = "exchange"
+"""Purpose under which samples and what roles found out about their tokens are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,16 @@ class PhaseRecord:
     """Of the whole GPU, by the driver: other processes and libraries included."""
     entry_gb: float = 0.0
     """Allocated at the entry."""
+    start_unix_seconds: float = 0.0
+    """time.time() at the entry, by the clock of the rank's host; 0 in the ledgers of older runs."""
+    cpu_seconds: float = 0.0
+    """Of the process, all its threads: on a CPU what it computed, without what it waited."""
+    host: str = ""
+    """Name of the rank's host; only in the record of a whole step."""
+
+    @property
+    def end_unix_seconds(self) -> float:
+        return self.start_unix_seconds + self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +140,8 @@ class StepLedger:
         time/<phase>_seconds (passages added up), memory/<phase>_peak_gb, both with "step" for the
         whole; as of the step's end gpu/memory_active_gb, _allocated_gb, _reserved_gb (the resident
         set on a CPU), gpu/memory_used_gb (of the whole GPU) and memory/fragmentation;
-        memory/alloc_retries: of the step.
+        memory/alloc_retries: of the step. exchange/bytes_received: samples and what roles say of
+        their tokens, added up over the ranks.
         """
         seconds: dict[str, dict[int, float]] = {}
         peaks: dict[str, float] = {}
@@ -135,6 +151,9 @@ class StepLedger:
             peaks[record.phase] = max(peaks.get(record.phase, 0.0), record.peak_gb)
         result = {f"time/{phase}_seconds": max(of.values()) for phase, of in seconds.items()}
         result |= {f"memory/{phase}_peak_gb": peak for phase, peak in peaks.items()}
+        exchanged = [record.bytes for record in self.communication if record.purpose == EXCHANGE]
+        if exchanged:
+            result["exchange/bytes_received"] = float(sum(exchanged))
         ends = [record for record in self.phases if record.phase == STEP]
         if ends:
             result |= {
@@ -160,12 +179,15 @@ def append_ledger(output_dir: str | Path, *, ledger: StepLedger) -> None:
     """Append the records to OUTPUT_DIR/ledger.jsonl, in a single write.
 
     One rank writes the records of all, gathered: appends of several nodes to one file get lost on
-    network file systems.
+    network file systems. In the order of the steps: checkpoints come before the phases of the step
+    that follows them.
     """
-    path = Path(output_dir) / "ledger.jsonl"
+    path = Path(output_dir) / LEDGER_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(record) for record in ledger.phases]
-    rows += [asdict(record) for record in ledger.communication]
+    records: list[PhaseRecord | CommunicationRecord] = sorted(
+        [*ledger.phases, *ledger.communication], key=lambda record: record.step
+    )
+    rows = [asdict(record) for record in records]
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -184,8 +206,12 @@ class PhaseLedger:
     a phase entered twice in a step gives two records. `current_phase` may be read by other threads.
     """
 
-    def __init__(self, *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, *, rank: int, device: torch.device, apart: frozenset[str] = frozenset()
+    ) -> None:
+        """apart: phases that some ranks are in while others are in another one, or in none."""
         self.rank = rank
+        self._apart = apart
         self.step = 0
         self.current_phase: str | None = None
         """Name of the running phase; after an exception the phase that raised."""
@@ -194,51 +220,75 @@ class PhaseLedger:
         self.last_phase: str | None = None
         """Name of the phase that ended last."""
         self.progress = 0
-        """Rises where a phase begins or ends, and with `go_on`: the same on all ranks that have
-        come equally far."""
+        """Rises where a phase that all ranks enter begins or ends, and with `go_on`: the same on
+        all ranks that have come equally far."""
         self.listeners: list[PhaseListener] = []
+        self.joint_listeners: list[PhaseListener] = []
+        """Called after the others, and in phases that all ranks enter only: they may talk to the
+        other ranks."""
         self.communication = CommunicationLedger()
         self._inside = False
         self._device = device
         self._records: list[PhaseRecord] = []
-        self._step_started_seconds = time.monotonic()
+        self._host = socket.gethostname()
+        self._is_between_steps = False
+        self._started = self._step_started = _Moment.now()
         self._step_entry = memory_use(device)
 
     def start_step(self, step: int) -> None:
-        """Begin a step's records and its clock; those of a step left unfinished are dropped."""
+        """Begin a step's records and its clock.
+
+        Phases since the end of the last step, such as a checkpoint, stay with their own step's
+        number; those of a step left unfinished are dropped.
+        """
         self.step = step
         self.current_phase = None
-        self._records = []
+        if not self._is_between_steps:
+            self._records = []
+        self._is_between_steps = False
         self.communication.take(step=step, rank=self.rank)
-        self._step_started_seconds = time.monotonic()
+        self._step_started = _Moment.now()
         self._step_entry = memory_use(self._device)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Run the block as phase `name`. Its record is kept also where the block raises."""
+    def phase(self, name: str, *, apart: bool = False) -> Iterator[None]:
+        """Run the block as phase `name`. Its record is kept also where the block raises.
+
+        apart: not all ranks enter it, though they do at other times.
+        """
         assert not self._inside, f"{name} inside {self.current_phase}"
+        joint = not apart and name not in self._apart
+        listeners = [*self.listeners, *(self.joint_listeners if joint else ())]
         self._synchronize()
         peak_is_known = reset_peak(self._device)
         entry = memory_use(self._device)
-        self.phase_started_seconds = time.monotonic()
+        self._started = _Moment.now()
+        self.phase_started_seconds = self._started.monotonic_seconds
         self.current_phase = self.communication.phase = name
-        self.progress += 1
+        self.progress += joint
         self._inside = True
         try:
-            for listener in self.listeners:
+            for listener in listeners:
                 listener.phase_entered(step=self.step, phase=name)
             yield
             self._synchronize()
         finally:
             self._inside = False
-            seconds = time.monotonic() - self.phase_started_seconds
+            end = _Moment.now()
             now = memory_use(self._device)
             peak = now.peak_gb if peak_is_known else max(entry.allocated_gb, now.allocated_gb)
-            record = self._record(name, seconds=seconds, peak_gb=peak, entry=entry, now=now)
+            record = self._record(
+                name,
+                start=self._started,
+                end=end,
+                peak_gb=peak,
+                entry=entry,
+                now=now,
+            )
         self.current_phase, self.last_phase = None, name
         self.communication.phase = ""
-        self.progress += 1
-        for listener in self.listeners:
+        self.progress += joint
+        for listener in listeners:
             listener.phase_exited(record)
 
     def go_on(self) -> None:
@@ -253,11 +303,21 @@ class PhaseLedger:
 
     def finish_step(self) -> StepLedger:
         """The step's records of this rank, closed by one for the whole step."""
-        seconds = time.monotonic() - self._step_started_seconds
+        end = _Moment.now()
         now = memory_use(self._device)
-        peak = max((record.peak_gb for record in self._records), default=now.allocated_gb)
-        self._record(STEP, seconds=seconds, peak_gb=peak, entry=self._step_entry, now=now)
+        peaks = [record.peak_gb for record in self._records if record.step == self.step]
+        peak = max(peaks, default=now.allocated_gb)
+        self._record(
+            STEP,
+            start=self._step_started,
+            end=end,
+            peak_gb=peak,
+            entry=self._step_entry,
+            now=now,
+            host=self._host,
+        )
         records, self._records = self._records, []
+        self._is_between_steps = True
         return StepLedger(records, self.communication.take(step=self.step, rank=self.rank))
 
     @property
@@ -266,13 +326,21 @@ class PhaseLedger:
         return list(self._records)
 
     def _record(
-        self, phase: str, *, seconds: float, peak_gb: float, entry: MemoryUse, now: MemoryUse
+        self,
+        phase: str,
+        *,
+        start: "_Moment",
+        end: "_Moment",
+        peak_gb: float,
+        entry: MemoryUse,
+        now: MemoryUse,
+        host: str = "",
     ) -> PhaseRecord:
         record = PhaseRecord(
             step=self.step,
             rank=self.rank,
             phase=phase,
-            seconds=seconds,
+            seconds=end.monotonic_seconds - start.monotonic_seconds,
             allocated_gb=now.allocated_gb,
             reserved_gb=now.reserved_gb,
             peak_gb=peak_gb,
@@ -281,6 +349,9 @@ class PhaseLedger:
             alloc_retries=now.alloc_retries - entry.alloc_retries,
             device_used_gb=now.device_used_gb,
             entry_gb=entry.allocated_gb,
+            start_unix_seconds=round(start.unix_seconds, 6),
+            cpu_seconds=round(end.cpu_seconds - start.cpu_seconds, 6),
+            host=host,
         )
         self._records.append(record)
         return record
@@ -288,3 +359,20 @@ class PhaseLedger:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moment:
+    """An instant by the clocks that a record is made from."""
+
+    monotonic_seconds: float
+    unix_seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def now(cls) -> "_Moment":
+        return cls(
+            monotonic_seconds=time.monotonic(),
+            unix_seconds=time.time(),
+            cpu_seconds=time.process_time(),
+        )

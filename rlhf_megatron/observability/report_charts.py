@@ -16,6 +16,7 @@ from rlhf_megatron.observability.report_lines import (
     Lines,
 )
 from rlhf_megatron.observability.report_phases import (
+    idle_by_rank,
     peak_text,
     phase_color,
     phase_order,
@@ -32,6 +33,7 @@ RUN_COLORS = ("#4477aa", "#ee6677", "#228833", "#b59a1a", "#33aadd", "#aa3377", 
 MOST_POINTS = 1000
 LEAST_POINTS = 100
 MOST_BARS = 60
+MOST_RANKS = 64
 MOST_MARKS = 40
 LINE_HEIGHT = 240
 DASHES = ("solid", "dot")
@@ -56,7 +58,11 @@ def all_charts(runs: Sequence[RunData]) -> list[Chart]:
     """The charts that the runs have figures for, by section."""
     found = [_throughput_and_memory(runs), _memory_by_phase(runs), _seconds_by_phase(runs)]
     found += [_line_chart(spec, runs=runs) for spec in (*TRAINING_LINES, *EVALUATION_LINES)]
-    charts = [*_time_stacks(runs), *(chart for chart in found if chart is not None)]
+    charts = [
+        *_time_stacks(runs),
+        *_idle_grids(runs),
+        *(chart for chart in found if chart is not None),
+    ]
     return sorted(charts, key=lambda chart: SECTIONS.index(chart.section))
 
 
@@ -248,6 +254,39 @@ def _time_stacks(runs: Sequence[RunData]) -> Iterator[Chart]:
             + _thinned_text(time.bucket_steps, how=MEAN),
             figure=figure,
             height=430,
+            is_wide=len(runs) == 1,
+        )
+
+
+def _idle_grids(runs: Sequence[RunData]) -> Iterator[Chart]:
+    """One chart per run."""
+    for run in runs:
+        idle = idle_by_rank(run, most_steps=MOST_BARS, most_ranks=MOST_RANKS)
+        if not idle.steps:
+            continue
+        figure = _figure(unit="rank")
+        figure.add_heatmap(
+            x=idle.steps,
+            y=idle.ranks,
+            z=idle.shares,
+            zmin=0,
+            zmax=1,
+            colorscale=[[0, "#dfeaf4"], [0.5, "#4477aa"], [1, "#0c1f33"]],
+            colorbar={"tickformat": ".0%", "thickness": 12},
+            name="idle",
+            hovertemplate="step %{x}, rank %{y}: %{z:.1%}<extra></extra>",
+        )
+        figure.update_layout(
+            hovermode="closest", yaxis={"autorange": "reversed", "type": "category", "nticks": 16}
+        )
+        yield Chart(
+            section=SPEED,
+            title="Idle per rank" + (f": {run.label}" if len(runs) > 1 else ""),
+            caption="share of the step in which a rank does none of its work: outside phases, or "
+            "waiting for other ranks where phases join"
+            + _thinned_text(idle.bucket_steps, how=MEAN),
+            figure=figure,
+            height=max(LINE_HEIGHT, min(90 + 16 * len(idle.ranks), 700)),
             is_wide=len(runs) == 1,
         )
 

@@ -16,7 +16,9 @@ from typing import Any
 import yaml
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.observability.ledger import STEP
+from rlhf_megatron.observability.idle import idle_shares
+from rlhf_megatron.observability.ledger import STEP, CommunicationRecord, PhaseRecord
+from rlhf_megatron.observability.ledger_read import by_step, record_of
 from rlhf_megatron.observability.memory import GB
 from rlhf_megatron.observability.redact import redact_text, redact_tree
 from rlhf_megatron.observability.report_events import Event, read_events
@@ -58,6 +60,8 @@ class RunData:
     evaluations: list[Row] = field(default_factory=list)
     peaks: dict[str, Peak] = field(default_factory=dict)
     """By phase, those outside steps (warmup, first evaluation) included."""
+    idle_shares: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Step -> rank -> share of the step in which the rank does none of its work (idle.py)."""
     planned_gb: dict[str, float] = field(default_factory=dict)
     """Planned peak by phase; empty without memory_plan.json."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -212,7 +216,7 @@ def _read_memory(run: RunData) -> None:
     rows = _json_lines(
         run.folder / LEDGER, notes=run.notes, at_most_bytes=LARGEST_LEDGER_BYTES, needed=True
     )
-    for row in rows:
+    for row in _noting_idle_shares(rows, run=run):
         phase, rank, gb = row.get("phase"), row.get("rank"), finite(row.get("peak_gb"))
         if not isinstance(phase, str) or not isinstance(rank, int) or gb is None or phase == STEP:
             continue
@@ -233,6 +237,25 @@ def _read_memory(run: RunData) -> None:
             gb = finite(record.get(key))
             if gb is not None and (phase not in run.peaks or gb > run.peaks[phase].gb):
                 run.peaks[phase] = Peak(gb=gb, step=record["step"], rank=None)
+
+
+def _noting_idle_shares(rows: Iterator[dict[str, Any]], *, run: RunData) -> Iterator[Row]:
+    """Pass the ledger's lines on, and fill `idle_shares` from them, step by step."""
+    passed: list[Row] = []
+
+    def records() -> Iterator[PhaseRecord | CommunicationRecord | None]:
+        for row in rows:
+            passed.append(row)
+            yield record_of(row)
+
+    for ledger in by_step(records()):
+        shares = idle_shares(ledger.phases, communication=ledger.communication)
+        step = ledger.phases[0].step if ledger.phases else 0
+        if shares and step > 0:
+            run.idle_shares[step] = shares
+        yield from passed
+        passed.clear()
+    yield from passed
 
 
 def _read_plan(path: Path, *, notes: list[str]) -> dict[str, float]:

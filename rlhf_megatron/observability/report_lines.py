@@ -170,6 +170,15 @@ TRAINING_LINES = (
     ),
     Lines(
         section=SPEED,
+        title="Idle share",
+        caption="of the step, in which a rank does none of its work; solid: mean over ranks, "
+        "dotted: the rank that idles most",
+        unit="share",
+        keys=("time/idle_share", "time/idle_share_max"),
+        tickformat=".1~%",
+    ),
+    Lines(
+        section=SPEED,
         title="Fragmentation",
         caption="memory reserved but not allocated at the step's end, as a share; worst rank",
         unit="share",

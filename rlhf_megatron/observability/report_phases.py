@@ -19,6 +19,7 @@ _COLORS = {
     "setup": "#777777",
     "warmup": "#999933",
     "rollout": "#4477aa",
+    "exchange": "#bb5566",
     "reward": "#66ccee",
     "sleep": "#bbccee",
     "log_prob": "#117733",
@@ -120,6 +121,41 @@ def _with_others(
     kept = {phase: column for phase, column in columns.items() if phase not in small}
     kept[OTHERS] = [math.fsum(values) for values in zip(*(columns[p] for p in small), strict=True)]
     return {phase: kept[phase] for phase in phase_order(kept)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleByRank:
+    """Idle shares put together to a grid that a page can show."""
+
+    steps: list[int]
+    """Of the columns: the last step of each."""
+    ranks: list[str]
+    """Of the rows: "3", or "0-7" where several are put together."""
+    shares: list[list[float | None]]
+    """[ranks][steps], means; None where nothing is recorded."""
+    bucket_steps: int
+
+
+def idle_by_rank(run: RunData, *, most_steps: int, most_ranks: int) -> IdleByRank:
+    """From the ledger; empty where it has no whole step."""
+    steps = sorted(run.idle_shares)
+    ranks = sorted({rank for shares in run.idle_shares.values() for rank in shares})
+    size = max(math.ceil(len(ranks) / most_ranks), 1)
+    found = IdleByRank(steps=[], ranks=[], shares=[], bucket_steps=1)
+    for start in range(0, len(ranks), size):
+        members = ranks[start : start + size]
+        values: list[float | None] = []
+        for step in steps:
+            known = [share for r in members if (share := run.idle_shares[step].get(r)) is not None]
+            values.append(math.fsum(known) / len(known) if known else None)
+        line = thin(steps, values, most=most_steps)
+        found = IdleByRank(
+            steps=line.steps,
+            ranks=[*found.ranks, "-".join(dict.fromkeys((str(members[0]), str(members[-1]))))],
+            shares=[*found.shares, line.values],
+            bucket_steps=line.bucket_steps,
+        )
+    return found
 
 
 def peak_text(run: RunData, *, phase: str) -> str:

@@ -20,13 +20,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A parallel layout over all ranks of the job."""
+    """A parallel layout over the ranks of the job, all of them or those from `first` on."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     sp: bool = False
     vpp: int = 1
+    first: int = 0
     order: tuple[str, ...] = DIMENSIONS
 
     @property
@@ -36,7 +37,7 @@ class Shape:
     @property
     def layout(self) -> ParallelLayout:
         return ParallelLayout(
-            tuple(range(self.world_size)),
+            tuple(range(self.first, self.first + self.world_size)),
             self.tp,
             self.pp,
             self.dp,
@@ -80,7 +81,7 @@ def build_role(
         seed=seed,
         dtype=dtype,
     )
-    engine = ModelEngine(model, device=CPU, job_group=dist.group.WORLD, optimizer_config=optimizer)
+    engine = ModelEngine(model, device=CPU, optimizer_config=optimizer)
     if load:
         load_hf_checkpoint(
             directory,

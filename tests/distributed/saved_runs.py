@@ -25,6 +25,7 @@ from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.models.build import VALUE_HEAD
 from rlhf_megatron.observability.ledger import PhaseLedger
+from rlhf_megatron.placed_role import placed
 from rlhf_megatron.ppo import PpoStep
 from rlhf_megatron.resume import find_resume_point
 from rlhf_megatron.run_state import RunState
@@ -115,7 +116,11 @@ def build_run(rank: int, place: Place, shape: Shape) -> SavedRun:
     )
     checkpointer = Checkpointer(
         config,
-        run=RunState(roles={"actor": actor, "critic": critic}, ref=None, parts={"kl": controller}),
+        run=RunState(
+            roles={"actor": placed(actor), "critic": placed(critic)},
+            ref=None,
+            parts={"kl": controller},
+        ),
         stop=StopAgreement(signals=None, time_limit=None, group=dist.group.WORLD, device=CPU),
         context=context,
         ledger=PhaseLedger(rank=rank, device=CPU),

@@ -13,13 +13,14 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.engine.model_engine import LossResult, ModelEngine
 from rlhf_megatron.layout.hf import hf_layout
-from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD
+from rlhf_megatron.models.build import JOINT_HEAD, LM_HEAD, VALUE_HEAD
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.placed_role import placed
 from rlhf_megatron.reshard.config import ReshardConfig
 from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
 from rlhf_megatron.rollout.hf import HfEngine
-from rlhf_megatron.weight_sync import WeightSync, copy_weights, role_layouts
+from rlhf_megatron.weight_sync import WeightSync, copy_weights
 
 FOUR = Shape(tp=2, pp=2)
 PROMPTS = [Prompt(prompt_id=i, token_ids=tuple(range(5 * i, 6 * i + 3))) for i in range(6)]
@@ -30,13 +31,20 @@ def copied(rank: int, models: Path, kind: str, target: Shape, head: str) -> dict
     """Copy a role's weights into a role of other layout; what the target then holds, by box."""
     factory = new_factory()
     source = build_role(models / kind, shape=FOUR, factory=factory)
-    other = build_role(
+    target_engine = build_role(
         models / kind, shape=target, factory=factory, head=head, seed=9, load=False
-    ).model
+    )
+    other = target_engine.model
     parameters = other.parameters()
     if head == VALUE_HEAD and other.groups.is_last_stage:
         parameters["output_layer.weight"].fill_(0.5)
-    copy_weights(source.model, target=other, rank=rank, group=dist.group.WORLD, device=CPU)
+    copy_weights(
+        placed(source),
+        target=placed(target_engine),
+        rank=rank,
+        group=dist.group.WORLD,
+        device=CPU,
+    )
     covered = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in parameters.items()}
     wanted = make_model(kind).state_dict() | {"score.weight": torch.full((1, 64), 0.5)}
     for place in other.rank_layout(rank):
@@ -97,13 +105,12 @@ def synced(rank: int, models: Path, kind: str, exported: Path) -> list[dict[str,
             device=CPU,
         )
     sync = WeightSync(
-        actor.model,
+        placed(actor),
         engine=engine,
         engine_layouts={r: hf_layout(actor.model.arch, head="lm") for r in (0, 2, 3)},
-        dtype=torch.float32,
         config=ReshardConfig(bucket_mb=0.1, verify="always"),
         rank=rank,
-        job_group=dist.group.WORLD,
+        group=dist.group.WORLD,
         device=CPU,
         node_of=lambda _: 0,
     )
@@ -125,7 +132,7 @@ def synced(rank: int, models: Path, kind: str, exported: Path) -> list[dict[str,
         exported,
         arch=actor.model.arch,
         head=LM_HEAD,
-        layouts=role_layouts(actor.model),
+        layouts=placed(actor).layouts,
         parameters=actor.model.parameters(),
         rank=rank,
         group=dist.group.WORLD,
@@ -134,6 +141,44 @@ def synced(rank: int, models: Path, kind: str, exported: Path) -> list[dict[str,
         overwrite=True,
     )
     return found
+
+
+def written_bytes(rank: int, models: Path, head: str) -> tuple[dict[str, bytes], list[int]]:
+    """What the engine of this rank holds after a sync from an actor that ends in `head`."""
+    actor = build_role(models / "tied", shape=FOUR, factory=new_factory(), head=head)
+    if head == JOINT_HEAD and actor.model.groups.is_last_stage:
+        with torch.no_grad():
+            actor.model.parameters()["output_layer.value_head.weight"].fill_(3.0)
+    engine = HfEngine(
+        models / "tied",
+        config=RolloutConfig(),
+        ranks=(rank,),
+        replica=rank,
+        dtype="float32",
+        run_seed=0,
+        max_model_len=64,
+        device=CPU,
+    )
+    layouts = {r: hf_layout(actor.model.arch, head="lm") for r in range(4)}
+    sync = WeightSync(
+        placed(actor),
+        engine=engine,
+        engine_layouts=layouts,
+        config=ReshardConfig(verify="always"),
+        rank=rank,
+        group=dist.group.WORLD,
+        device=CPU,
+        node_of=lambda _: 0,
+    )
+    report = sync.run(version=1)
+    held = {n: p.detach().numpy().tobytes() for n, p in engine.parameters().items()}
+    return held, [report.own_bytes_received, report.bytes_received, report.bytes_minimum]
+
+
+def test_a_value_head_beside_the_output_layer_is_not_offered_to_the_engines(models):
+    assert run_ranks(4, written_bytes, models, JOINT_HEAD) == run_ranks(
+        4, written_bytes, models, LM_HEAD
+    )
 
 
 def greedy(rank: int, directory: Path) -> list[list[int]]:

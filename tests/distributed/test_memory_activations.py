@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from live_memory import LiveTensors, SavedTensors
 from pool import run_ranks
 from roles import CPU, Shape, micro_batches, new_factory
@@ -98,9 +97,7 @@ def counted(rank: int, folder: Path, case: Case) -> Counted:
         device=CPU,
         seed=1,
     )
-    engine = ModelEngine(
-        built, device=CPU, job_group=dist.group.WORLD, optimizer_config=OptimizerConfig()
-    )
+    engine = ModelEngine(built, device=CPU, optimizer_config=OptimizerConfig())
     count = NUM_MICRO_BATCHES * SAMPLES
     batch = make_batch((PROMPT,) * count, response_lengths=(RESPONSE,) * count)
     batch.tokens = batch.tokens % arch.vocab_size
@@ -144,7 +141,10 @@ def train(engine: ModelEngine, micros: list) -> None:
             values = output[:, 0][micro.state_indices]
             return LossResult(loss_sum=values.square().sum(), count=torch.tensor(1))
         found = engine.log_probs(output, micro_batch=micro, temperature=1.0)
-        return LossResult(loss_sum=-found.logprobs.sum(), count=torch.tensor(1))
+        loss_sum = -found.logprobs.sum()
+        if engine.model.head == "joint":
+            loss_sum = loss_sum + micro.values[micro.state_indices].square().sum()
+        return LossResult(loss_sum=loss_sum, count=torch.tensor(1))
 
     engine.train_step(micros, loss=loss, learning_rate=1e-4)
 
@@ -166,6 +166,9 @@ CASES = [
     Case(recompute="full"),
     Case(recompute="full", num_layers=1),
     Case(head="value"),
+    Case(head="joint"),
+    Case(head="joint", changes=WIDE, recompute="full", precision="bf16"),
+    Case(head="joint", shape=Shape(tp=2, sp=True)),
     Case(precision="bf16"),
     Case(precision="bf16", recompute="full", head="value"),
     Case(changes=WIDE),

@@ -29,9 +29,9 @@ from rlhf_megatron.memory.plan import Machine, RoleModels, plan_memory
 from rlhf_megatron.memory.rank import RankMemory
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.config import OptimizerConfig
+from rlhf_megatron.placed_role import role_layouts
 from rlhf_megatron.reshard.execute import Resharder
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
-from rlhf_megatron.weight_sync import role_layouts
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART: dict[str, Any] = {
@@ -67,9 +67,12 @@ class Case:
     shape: Shape
     precision: str = "fp32"
     tied: bool = False
+    shared: bool = False
+    """The critic is a head on the actor."""
 
     def __str__(self) -> str:
-        return f"{self.shape}-{self.precision}{'-tied' if self.tied else ''}"
+        ends = f"{'-tied' if self.tied else ''}{'-shared' if self.shared else ''}"
+        return f"{self.shape}-{self.precision}{ends}"
 
 
 CASES = [
@@ -82,6 +85,7 @@ SMALL_CASES = [
     Case(shape=Shape(dp=3), precision="bf16"),
     Case(shape=Shape(pp=2, dp=2), precision="bf16", tied=True),
     Case(shape=Shape(pp=2, vpp=2)),
+    Case(shape=Shape(tp=2, pp=2, sp=True), precision="bf16", shared=True),
 ]
 
 
@@ -103,13 +107,15 @@ def quickstart_config(case: Case) -> Config:
         f"rollout.tensor_parallel_size={size}",
         f"rollout.engines={';'.join(','.join(map(str, engine)) for engine in engines)}",
     ]
-    return load_config([str(ROOT / "configs" / "quickstart_cpu.yaml")], overrides=overrides)
+    files = [ROOT / "configs" / "quickstart_cpu.yaml"]
+    files += [ROOT / "configs" / "profiles" / "shared_backbone.yaml"] if case.shared else []
+    return load_config([str(file) for file in files], overrides=overrides)
 
 
 def planned(rank: int, *, case: Case, arch: ModelArchitecture) -> RankMemory:
     plan = plan_memory(
         quickstart_config(case),
-        models=RoleModels(actor=arch, critic=arch, ref=arch),
+        models=RoleModels(actor=arch, critic=None if case.shared else arch, ref=arch),
         machine=Machine(world_size=case.shape.world_size, gpu_memory_bytes=None),
     )
     return next(group for group in plan.ranks if rank in group.ranks)
@@ -142,7 +148,7 @@ def build(
     assert groups is not None
     model = build_model(
         arch,
-        head="value" if name == "critic" else "lm",
+        head={"critic": "value", "actor": "joint" if case.shared else "lm"}.get(name, "lm"),
         groups=groups,
         precision=case.precision,
         layer_spec_name="local",
@@ -150,7 +156,7 @@ def build(
         seed=1,
     )
     optimizer = OptimizerConfig() if is_trained else None
-    engine = ModelEngine(model, device=CPU, job_group=dist.group.WORLD, optimizer_config=optimizer)
+    engine = ModelEngine(model, device=CPU, optimizer_config=optimizer)
     if is_trained:
         one_step(engine)
     return engine
@@ -242,7 +248,7 @@ def test_counted_tensors_are_as_planned(case, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(model))
     ranks = run_ranks(case.shape.world_size, counted, tmp_path, case, timeout_seconds=600)
     for rank, found in enumerate(ranks):
-        assert len(found) == 11
+        assert len(found) == (8 if case.shared else 11)
         for what, (measured, plan) in found.items():
             if IS_LARGE:
                 print(f"{case} rank {rank} {what}: {measured} counted, {plan} planned")

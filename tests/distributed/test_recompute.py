@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from pool import run_ranks
 from roles import CPU, Shape, micro_batches, new_factory
 from test_models import as_result, ragged_batch, split
@@ -56,9 +55,7 @@ def gradients_of(rank: int, directory: Path, shape: Shape, head: str, way: str) 
         for name, parameter in model.parameters().items():
             if name.endswith("output_layer.weight"):
                 torch.nn.init.constant_(parameter, 0.1)
-    engine = ModelEngine(
-        model, device=CPU, job_group=dist.group.WORLD, optimizer_config=OptimizerConfig()
-    )
+    engine = ModelEngine(model, device=CPU, optimizer_config=OptimizerConfig())
     batch = ragged_batch()
     micros = micro_batches(engine, batch, samples_by_replica=split(1), fields=("w",))
 

@@ -83,7 +83,7 @@ class Roles:
         self.ppo.advantages(self.batch, last_values=values["last"], kl_coefficient=0.1)
         self.ppo.off_policy(self.batch, version=0)
 
-    def check_weights(self, when: str) -> None:
+    def check_weights(self, when: str, role: str) -> None:
         roles = {"actor": self.actor, "critic": self.critic}
         check_weights(roles, group=dist.group.WORLD, device=CPU, when=when)
 
@@ -220,7 +220,7 @@ def test_a_bad_update_stops_the_run_with_one_message(models, rollout, tmp_path, 
 
 def spoilt(rank: int, models: Path, rollout: Path, folder: Path) -> str:
     roles = Roles(models, rollout, SHAPES[0], folder, bad_step="skip")
-    roles.check_weights("at the start")
+    roles.check_weights("at the start", "")
     if rank == 2:
         roles.actor.model.parameters()["decoder.layers.1.mlp.linear_fc2.weight"].data[0, 1] = (
             math.inf

@@ -226,10 +226,17 @@ class PlainPpo:
 
     def step(self, batch: RaggedBatch) -> dict[str, float]:
         """One optimizer step of each model on a mini-batch."""
+        policy, metrics = self.policy_loss(batch)
+        norms = {"grad_norm/actor": self._update(0, policy)}
+        value = self.value_loss(batch)
+        norms["grad_norm/critic"] = self._update(1, value)
+        return metrics | {"critic/value_loss": float(value)} | norms
+
+    def policy_loss(self, batch: RaggedBatch) -> tuple[Tensor, dict[str, float]]:
+        """The actor's loss on a mini-batch, and its metrics."""
         config, response = self.config, batch.response
         valid = response["loss_mask"] > 0
-        advantages, returns = response["advantages"][valid], response["returns"][valid]
-
+        advantages = response["advantages"][valid]
         every = response_log_probs(self.actor, batch=batch, temperature=TEMPERATURE)
         new = every.gather(1, response_targets(batch)[:, None])[:, 0][valid]
         entropy = -(every.exp() * every).sum(-1)[valid].mean()
@@ -239,23 +246,25 @@ class PlainPpo:
         bounded = torch.max(surrogate, config.dual_clip * advantages)
         chosen = torch.where(advantages < 0, bounded, surrogate)
         objective = (chosen * response["weights"][valid]).mean()
-        norms = [self._update(0, -objective - config.entropy_coefficient * entropy)]
+        metrics = {
+            "ppo/policy_loss": -float(objective),
+            "ppo/approx_kl": float((ratio - 1 - ratio.log()).mean()),
+            "ppo/entropy": float(entropy),
+        }
+        return -objective - config.entropy_coefficient * entropy, metrics
 
+    def value_loss(self, batch: RaggedBatch) -> Tensor:
+        """The critic's loss on a mini-batch."""
+        config, response = self.config, batch.response
+        valid = response["loss_mask"] > 0
+        returns = response["returns"][valid]
         values = token_values(self.critic, batch=batch)[0][valid]
         old_values = response["old_values"][valid]
         clipped = torch.clamp(
             values, old_values - config.value_clip, old_values + config.value_clip
         )
         errors = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
-        norms.append(self._update(1, errors.mean() / 2))
-        return {
-            "ppo/policy_loss": -float(objective),
-            "ppo/approx_kl": float((ratio - 1 - ratio.log()).mean()),
-            "ppo/entropy": float(entropy),
-            "critic/value_loss": float(errors.mean() / 2),
-            "grad_norm/actor": norms[0],
-            "grad_norm/critic": norms[1],
-        }
+        return errors.mean() / 2
 
     def _update(self, which: int, loss: Tensor) -> float:
         model, optimizer = (self.actor, self.critic)[which], self.optimizers[which]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,10 +67,11 @@ def build_synced(
     from rlhf_megatron.layout.megatron import megatron_layouts
     from rlhf_megatron.layout.vllm import vllm_layouts
     from rlhf_megatron.models.build import build_model
+    from rlhf_megatron.placed_role import PlacedRole
     from rlhf_megatron.reshard.config import ReshardConfig
     from rlhf_megatron.rollout.factory import build_engine, resolve_engine
     from rlhf_megatron.rollout.vllm_fit import level_group_count
-    from rlhf_megatron.weight_sync import SplitActor, WeightSync
+    from rlhf_megatron.weight_sync import WeightSync
 
     arch = read_architecture(directory)
     groups = build_role_groups("actor", layout=layout, factory=factory)
@@ -102,16 +104,23 @@ def build_synced(
             )
     level_group_count()
     layouts = megatron_layouts(arch, parallel=layout, head="lm", fused_norms=False)
+    role: Any = SimpleNamespace(model=actor) if actor is not None else None
     sync = WeightSync(
-        actor,
+        PlacedRole(
+            name="actor",
+            arch=arch,
+            head="lm",
+            layout=layout,
+            dtype=torch.float32,
+            fused_norms=False,
+            engine=role,
+        ),
         engine=engine,
         engine_layouts=vllm_layouts(arch, engines=engines),
-        dtype=torch.float32,
         config=ReshardConfig(bucket_mb=bucket_mb, verify=verify),
         rank=rank,
-        job_group=dist.group.WORLD,
+        group=dist.group.WORLD,
         device=CPU,
         node_of=lambda _: 0,
-        split=SplitActor(arch=arch, layouts=layouts),
     )
     return Synced(actor=actor, engine=engine, sync=sync, arch=arch, layouts=layouts)

@@ -150,6 +150,8 @@ class Trigger:
     rank: int = 0
     signals: tuple[int, ...] = (signal.SIGTERM,)
     """Sent to the rank's own process, `seconds_between` apart."""
+    seconds_before: float = 0.0
+    """From the entry to the first signal: others hear of a phase some tenths of a second later."""
     seconds_between: float = 3.0
 
     def install(self, rank: int) -> None:
@@ -159,6 +161,7 @@ class Trigger:
 
     def phase_entered(self, *, step: int, phase: str) -> None:
         if (step, phase) == (self.step, self.phase):
+            time.sleep(self.seconds_before)
             print(f"signalled at {time.time():.3f}", flush=True)
             for index, number in enumerate(self.signals):
                 if index > 0:

@@ -94,7 +94,6 @@ def build(context, model_dir, *, spec="local", recompute=RecomputeConfig()) -> M
     return ModelEngine(
         model,
         device=context.device,
-        job_group=context.job_group,
         optimizer_config=OptimizerConfig(learning_rate=1e-3),
     )
 

@@ -126,7 +126,7 @@ def test_log_probs_equal_transformers(context, model_dirs, family, precision, bo
         arch=arch,
         head="lm",
     )
-    engine = ModelEngine(model, device=context.device, job_group=context.job_group)
+    engine = ModelEngine(model, device=context.device)
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(0, 131, (n,), generator=generator).tolist()  # noqa: E731
     batch = from_sequences([draw(n) for n in (3, 9, 1)], responses=[draw(n) for n in (20, 1, 50)])

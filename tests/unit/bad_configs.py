@@ -88,7 +88,47 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["actor.parallel.ranks=0-7"],
         ["actor.parallel.ranks=0-7", "rank 7", "from 0 to 3", "start 8"],
     ),
-    (["ref.parallel.ranks=0-1"], ["ref.parallel.ranks=0-1", "not supported yet", "set all"]),
+    (
+        ["ref.parallel.ranks=0-2", "ref.parallel.tensor_model_parallel_size=2"],
+        ["ref.parallel.tensor_model_parallel_size=2", "divide the 3 ranks of the role", "1 or 3"],
+    ),
+    # placement and pipeline
+    (["placement=[3]"], ["placement=[3]", "a list of mappings", "such as"]),
+    (
+        ["placement=[{ranks: 0-1, role: [critic], roles: [critic]}]"],
+        ["placement[0].role: unknown key", "has ranks and roles"],
+    ),
+    (
+        ["placement=[{ranks: [0], roles: [critic]}]"],
+        ["placement[0].ranks=[0]", "ascending list", "0-3,6"],
+    ),
+    (["placement=[{ranks: 0-1, roles: []}]"], ["placement[0].roles=[]", "must be a list of actor"]),
+    (["placement=[{ranks: 0, roles: [judge]}]"], ["placement[0].roles: judge is no role", "ref"]),
+    (
+        ["placement=[{ranks: 0-1, roles: [ref]}, {ranks: 2-3, roles: [ref]}]"],
+        ["placement[1].roles: ref is in placement[0] as well", "once"],
+    ),
+    (
+        ["placement=[{ranks: 0-1, roles: [critic]}]", "critic.parallel.ranks=2-3"],
+        ["critic.parallel.ranks=2-3", "placement[0] puts critic on ranks 0-1", "remove the other"],
+    ),
+    (
+        ["placement=[{ranks: 0-5, roles: [critic, ref]}]"],
+        ["placement[0].ranks=0-5", "rank 5 is outside the world of 4", "start 6"],
+    ),
+    (
+        ["placement=[{ranks: 0-9, roles: [actor, rollout]}]"],
+        ["placement[0].ranks=0-9", "rank 9 is outside the world of 4", "start 10"],
+    ),
+    (["pipeline.depth=2"], ["pipeline.depth=2", "at most 1"]),
+    (
+        ["pipeline.depth=1"],
+        ["pipeline.depth=1", "ppo.importance_sampling.cap=0", "set ppo.importance_sampling.cap=2"],
+    ),
+    (
+        ["pipeline.depth=1", "ppo.importance_sampling.cap=2", "reshard.interval=2"],
+        ["pipeline.depth=1", "reshard.interval=2", "older than one step", "reshard.interval=1"],
+    ),
     (
         ["reward.parallel.tensor_model_parallel_size=2"],
         ["reward.parallel.tensor_model_parallel_size=2", "held whole", "set both to 1"],
@@ -179,6 +219,23 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["actor.optimizer.minimum_learning_rate=1e-3"],
         ["actor.optimizer.minimum_learning_rate=0.001", "at most learning_rate=1e-06", "set 0"],
     ),
+    # a critic on the actor's backbone
+    (
+        ["critic.shared_loss_weight=0.5"],
+        ["critic.shared_loss_weight=0.5", "critic.shared_backbone=false", "leave the weight at"],
+    ),
+    *[
+        (["critic.shared_backbone=true", override], [override, "shared_backbone=true", *parts])
+        for override, *parts in (
+            ("critic.model=m", "a head on the actor's model", "leave it at ''"),
+            ("critic.optimizer.learning_rate=0.1", "actor.optimizer trains", "leave it at '5e-06'"),
+            ("critic.recompute.granularity=full", "actor.recompute holds", "leave it at 'none'"),
+            ("critic.offload_weights=true", "a part of the actor", "leave it at 'false'"),
+            ("critic.parallel.pipeline_model_parallel_size=2", "in the actor's passes", "=1; set"),
+            ("critic.layer_spec=local", "where actor.layer_spec=auto", "leave it out"),
+            ("ppo.critic_warmup_steps=3", "cannot be trained alone", "set 0"),
+        )
+    ],
     (["critic.optimizer.beta2=1"], ["critic.optimizer.beta2=1.0", "below 1", "take 0.9"]),
     # reward
     (["reward.model=m"], ["reward.function=rewards.py:score, reward.model=m", "exactly one"]),

@@ -151,6 +151,8 @@ def megatron_oracle(
             found[last_chunk + "output_layer.weight"] = rows(
                 padded(state["model.embed_tokens.weight"])
             )
+        if head == "joint":
+            found[last_chunk + "output_layer.value_head.weight"] = state["score.weight"]
     return found
 
 

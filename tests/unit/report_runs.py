@@ -40,6 +40,8 @@ def metrics_row(step: int, *, seed: int = 1) -> dict[str, Any]:
         "train/mfu": 0.3 + noise,
         "gpu/memory_active_gb": 0.7 + noise / 31,
         "time/step_seconds": 6.0 + noise,
+        "time/idle_share": 0.1 + noise,
+        "time/idle_share_max": 0.2 + noise,
         "memory/step_peak_gb": 9.0,
     }
     for number, phase in enumerate(PHASES, start=1):

@@ -43,12 +43,12 @@ def test_the_page_in_the_repository_is_up_to_date() -> None:
 
 def test_every_key_has_one_row_with_type_default_and_meaning() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+?) \| (.+?) \|$", reference_page(), re.M)
-    keys = [key for key, *_ in rows if "." in key and key in options_of(Config)]
+    keys = [key for key, *_ in rows if key in options_of(Config)]
     assert sorted(keys) == sorted(options_of(Config))
     for key, rule, default, meaning in rows:
         assert key in ELSEWHERE or all((rule.strip(), default.strip(), meaning.strip())), key
     headings = re.findall(r"^## ([\w.]+)$", reference_page(), re.M)
-    assert headings == sections_of(Config)
+    assert [h for h in headings if h not in options_of(Config)] == sections_of(Config)
 
 
 def test_links_lead_to_headings() -> None:

@@ -16,12 +16,14 @@ from rlhf_megatron.config import load_config
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.layout.architecture import read_architecture_file
 from rlhf_megatron.layout.sizes import num_parameters
+from rlhf_megatron.simulator.cluster import read_cluster
 from rlhf_megatron.validation import load_and_validate
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 PRESETS = sorted(CONFIGS.glob("*.yaml"))
 PROFILES = sorted(CONFIGS.glob("profiles/*.yaml"))
+CLUSTERS = sorted(CONFIGS.glob("clusters/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*/config.json"))
 
 BILLIONS = {
@@ -59,7 +61,12 @@ def test_every_file_is_walked() -> None:
         *("ppo_32b_32gpu", "ppo_70b_64gpu", "ppo_405b_512gpu"),
     }
     assert len(PROFILES) >= 4
-    assert {*CONFIGS.rglob("*.yaml")} == {*PRESETS, *PROFILES}
+    assert {*CONFIGS.rglob("*.yaml")} == {*PRESETS, *PROFILES, *CLUSTERS}
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=by_name)
+def test_a_cluster_is_read(path: Path) -> None:
+    assert read_cluster(path).ranks_per_node > 0
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=by_name)
@@ -67,7 +74,7 @@ def test_dry_run(path: Path, tmp_path: Path) -> None:
     """The very command, from the repository's root, where there are neither models nor prompts."""
     words = ["--config", f"configs/{path.name}", "--dry-run"]
     words += ["--world-size", str(world_size_of(path))]
-    if path.stem == "quickstart_cpu":  # its model is made, not published
+    if path.stem.startswith("quickstart"):  # its model is made, not published
         (tmp_path / "config.json").write_text(json.dumps(MODEL))
         words += [f"actor.model={tmp_path}"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -20,6 +20,8 @@ from rlhf_megatron.rewards.contract import (
     PendingScores,
     ScoringInput,
 )
+from rlhf_megatron.role_exchange import ExchangeGroups, RoleExchange
+from rlhf_megatron.role_ranks import RolePlacement
 from rlhf_megatron.rollout.contract import SamplingParameters
 from rlhf_megatron.stopping import StepAbandoned
 
@@ -92,7 +94,13 @@ def maker_of(scorer: Any, *, group: Any, ledger: PhaseLedger, **options: Any) ->
         engines=[(0,)],
         tokenizer=tokenizer,  # type: ignore[arg-type]
         scorer=scorer,
-        reward=SimpleNamespace(layout=SimpleNamespace(ranks=(0,))),  # type: ignore[arg-type]
+        overlaps=isinstance(scorer, BackgroundScorer),
+        exchange=RoleExchange(
+            RolePlacement(world_size=1, ranks={"reward": (0,)}),
+            groups=ExchangeGroups(outside={}, sync=None),
+            rank=0,
+            ledger=ledger,
+        ),
         rank=0,
         job_group=group,
         device=CPU,

@@ -4,7 +4,8 @@ Imports are read from the syntax trees, those inside functions included; nothing
 
     config, errors, schema, batch, every room's config.py
       <- algorithms, layout, slurm <- validation, resolve <- distributed <- models
-      <- engine, reshard, rollout, rewards, data, checkpoint <- memory <- trainer <- doctor
+      <- engine, reshard, rollout, rewards, data, checkpoint <- memory <- simulator <- trainer
+      <- doctor
       <- launch, tools, benchmarks, and main.py and cli.py, which they call
     The other modules on the package's top level are parts of the loop: they count as trainer.
     observability imports config only; engine, reshard, rollout, trainer and above import it
@@ -30,15 +31,17 @@ LEVELS = [
     {"models"},
     {"engine", "reshard", "rollout", "rewards", "data", "checkpoint"},
     {"memory"},
+    {"simulator"},
     {"trainer"},
     {"doctor"},
     {"top"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 BASE_FILES = {"__init__", "batch", "config", "errors", "faults_config", "folders"}
-BASE_FILES |= {"config_names", "loader", "schema", "secret_values"}
+BASE_FILES |= {"config_names", "loader", "placement_config", "schema", "secret_values"}
 # Rules between options read rank lists, so they stand above layout.
-SETTINGS_FILES = {"resolve", "validation", "validation_model"}
+SETTINGS_FILES = {"resolve", "role_ranks", "shared_backbone", "validation", "validation_model"}
+SETTINGS_FILES |= {"validation_placement"}
 TOP_FILES = {"cli", "main"}
 ROOMS = set().union(*LEVELS) - {"base", "settings", "trainer", "top"} | {"observability"}
 EXCEPTIONS = {
@@ -48,7 +51,7 @@ EXCEPTIONS = {
     ): "export is a reshard from Megatron to Hugging Face boxes: same planner",
 }
 NEVER_EACH_OTHER = {"algorithms", "engine", "rollout", "reshard"}
-OBSERVABILITY_IMPORTERS = {"engine", "reshard", "rollout", "trainer", "top"}
+OBSERVABILITY_IMPORTERS = {"engine", "reshard", "rollout", "simulator", "trainer", "top"}
 DEPENDENCIES = {
     "megatron": {"distributed", "models", "engine", "checkpoint", "benchmarks"},
     "vllm": {"rollout/vllm"},
@@ -223,4 +226,4 @@ def test_rooms_are_told_from_paths() -> None:
     assert room_of_file(package / "main.py") == "top"
     assert room_of_file(package / "trainer.py") == "trainer"
     assert room_of_file(package / "ppo.py") == "trainer"
-    assert imported_rooms(package / "validation.py") == {"base", "layout"}
+    assert imported_rooms(package / "validation.py") == {"base", "layout", "settings"}

@@ -65,7 +65,7 @@ def problems(arch: ModelArchitecture, tp: int, pp: int, vpp: int) -> list[str]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(cut_models(), st.sampled_from(["lm", "value"]), st.booleans())
+@given(cut_models(), st.sampled_from(["lm", "value", "joint"]), st.booleans())
 def test_every_element_is_owned_as_often_as_the_layout_says(cut, head, fused):
     arch, tp, pp, vpp = cut
     state = random_state(arch, head=head)
@@ -92,7 +92,7 @@ def test_every_element_is_owned_as_often_as_the_layout_says(cut, head, fused):
         for placement in layout:
             owners[placement.tensor][placement.box.slices()] += 1
             held += placement.box.numel
-    two_ends = arch.tie_word_embeddings and pp > 1 and head == "lm"
+    two_ends = arch.tie_word_embeddings and pp > 1 and head != "value"
     for name, count in owners.items():
         copies = tp if "norm" in name or name == "score.weight" else 1
         copies *= 2 if two_ends and "embed_tokens" in name else 1

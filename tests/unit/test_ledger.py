@@ -47,6 +47,7 @@ def test_phases_are_timed_and_summed_into_metrics():
     assert {(r.step, r.rank) for r in step.phases} == {(5, 2)}
     metrics = step.metrics()
     assert 0.06 <= metrics["time/rollout_seconds"] < 5
+    assert 0 <= step.phases[0].cpu_seconds < 0.06  # it slept
     assert metrics["time/update_actor_seconds"] >= 0.05
     parts = metrics["time/rollout_seconds"] + metrics["time/update_actor_seconds"]
     assert parts <= metrics["time/step_seconds"] < parts + 5
@@ -225,6 +226,9 @@ def test_lines_of_the_ledger_file(tmp_path):
         "alloc_retries",
         "device_used_gb",
         "entry_gb",
+        "start_unix_seconds",
+        "cpu_seconds",
+        "host",
     }
     assert lines[2]["purpose"] == "reshard" and lines[2]["bytes"] == 5
     assert lines[2]["during_phase"] == "rollout"

@@ -65,7 +65,7 @@ def test_the_shards_add_up_to_the_published_models():
 
 
 @pytest.mark.parametrize("arch", [SMALL, replace(SMALL, tie_word_embeddings=True, qk_norm=True)])
-@pytest.mark.parametrize("head_name", ["lm", "value"])
+@pytest.mark.parametrize("head_name", ["lm", "value", "joint"])
 def test_all_tensor_parallel_ranks_of_a_stage_hold_the_same_shapes(arch, head_name):
     for vpp in (1, 2):
         layout = grid(4, 2, vpp=vpp)

@@ -29,6 +29,9 @@ class LetterTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(i) for i in ids)
 
+    def vocabulary(self) -> dict[str, int]:
+        return {chr(i): i for i in range(self.vocab_size)}
+
     def token_id(self, name: str) -> int:
         return ord(name)
 

@@ -60,7 +60,7 @@ def test_every_line_has_the_numbers_of_the_files(tmp_path):
             assert trace["x"] == [row["step"] for row in rows]
             assert trace["y"] == [row[key] for row in rows]
             found += 1
-    assert found == 22
+    assert found == 24
     left, right = page.lines("Throughput and memory")
     assert left["y"] == [row["train/throughput_tokens_per_sec"] for row in metrics]
     assert right["y"] == [row["gpu/memory_active_gb"] for row in metrics]
