@@ -7,12 +7,11 @@ from rlhf_megatron.assembly import DTYPES
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.config import Config
 from rlhf_megatron.distributed.start import DistributedContext
-from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.observability.flops import (
-    ArchitectureNumbers,
     device_peak_tflops,
     forward_flops,
     model_flops_utilization,
+    numbers_of,
     training_flops,
 )
 from rlhf_megatron.role_ranks import role_placement
@@ -36,10 +35,10 @@ class Throughput:
     ) -> None:
         critic = architectures.critic
         outputs = architectures.actor.vocab_size + (critic is None)
-        self._actor = _numbers(architectures.actor, output_size=outputs)
-        self._critic = _numbers(critic, output_size=1) if critic is not None else None
+        self._actor = numbers_of(architectures.actor, output_size=outputs)
+        self._critic = numbers_of(critic, output_size=1) if critic is not None else None
         self._ref = (
-            _numbers(architectures.ref, output_size=architectures.ref.vocab_size)
+            numbers_of(architectures.ref, output_size=architectures.ref.vocab_size)
             if architectures.ref is not None
             else None
         )
@@ -96,15 +95,3 @@ class Throughput:
                 peak_tflops=self._peak_tflops,
             ),
         }
-
-
-def _numbers(arch: ModelArchitecture, *, output_size: int) -> ArchitectureNumbers:
-    return ArchitectureNumbers(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_hidden_size,
-        num_attention_heads=arch.num_attention_heads,
-        num_query_groups=arch.num_key_value_heads,
-        head_dim=arch.head_dim,
-        output_size=output_size,
-    )

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -29,6 +30,36 @@ class ArchitectureNumbers:
     """Rows of the head: the vocabulary, or 1 for a critic."""
     gated_mlp: bool = True
     """Gate, up and down projections (Llama, Qwen2), or up and down only."""
+
+
+class Architecture(Protocol):
+    """What is read of a ModelArchitecture (layout/), which nothing here imports."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def numbers_of(arch: Architecture, *, output_size: int) -> ArchitectureNumbers:
+    """Of a model with a head of `output_size` outputs."""
+    return ArchitectureNumbers(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_key_value_heads,
+        head_dim=arch.head_dim,
+        output_size=output_size,
+    )
 
 
 def matmul_parameters(architecture: ArchitectureNumbers) -> int:

@@ -19,9 +19,9 @@ from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.memory.parameters import optimizer_bytes_per_element
 from rlhf_megatron.memory.roles import RoleSetting
 from rlhf_megatron.memory.rollout import itemsize_of
-from rlhf_megatron.observability.flops import forward_flops
+from rlhf_megatron.observability.flops import forward_flops, numbers_of
 from rlhf_megatron.resolve import num_micro_batches
-from rlhf_megatron.simulator.setup import Setup, numbers_of
+from rlhf_megatron.simulator.setup import Setup
 
 FP32_BYTES = 4
 OPTIMIZER_TRAFFIC_BYTES = 28

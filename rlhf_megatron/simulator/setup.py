@@ -4,12 +4,10 @@ from dataclasses import dataclass
 
 from rlhf_megatron.config import Config
 from rlhf_megatron.errors import ConfigError, UserError
-from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.parallel import parse_ranks
 from rlhf_megatron.memory.plan import RoleModels, role_settings
 from rlhf_megatron.memory.roles import RoleSetting
 from rlhf_megatron.memory.rollout import engine_memory
-from rlhf_megatron.observability.flops import ArchitectureNumbers
 from rlhf_megatron.resolve import rollout_ranks
 from rlhf_megatron.simulator.cluster import Cluster
 
@@ -137,23 +135,5 @@ def make_setup(
         rollout_ranks=rolling,
         reward_ranks=rewarding,
         sequences_at_once=max(1, engine.capacity.half_length_sequences),
-        depth=depth_of(config) if depth is None else depth,
-    )
-
-
-def depth_of(config: Config) -> int:
-    """pipeline.depth."""
-    return config.pipeline.depth
-
-
-def numbers_of(arch: ModelArchitecture, *, output_size: int) -> ArchitectureNumbers:
-    """For flops.py."""
-    return ArchitectureNumbers(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_hidden_size,
-        num_attention_heads=arch.num_attention_heads,
-        num_query_groups=arch.num_key_value_heads,
-        head_dim=arch.head_dim,
-        output_size=output_size,
+        depth=config.pipeline.depth if depth is None else depth,
     )

@@ -6,10 +6,17 @@ from pathlib import Path
 import pytest
 from pool import run_ranks
 from roles import Shape
-from updates import NUM_ROUNDS, SEED, Case, Trace, record_rollout, run_plain, run_updates
+from updates import (
+    NUM_ROUNDS,
+    Case,
+    Trace,
+    epoch_plans,
+    record_rollout,
+    run_plain,
+    run_updates,
+)
 
 from rlhf_megatron.algorithms.config import ImportanceSamplingConfig, KlConfig
-from rlhf_megatron.algorithms.minibatch import mini_batches
 
 NUM_SAMPLES = 24
 COMPARED = (
@@ -86,17 +93,7 @@ def assert_same(trace: Trace, expected: Trace, *, name: str) -> None:
 
 
 def test_the_updates_are_those_of_a_plain_loop(rollout, reference):
-    plans = [
-        [
-            mini_batches(
-                NUM_SAMPLES,
-                mini_batch_samples=12,
-                seed=(SEED * 1_000_003 + step) * 1_009 + epoch,
-            )
-            for epoch in range(2)
-        ]
-        for step in range(1, NUM_ROUNDS + 1)
-    ]
+    plans = epoch_plans(NUM_SAMPLES)
     (plain,) = run_ranks(1, run_plain, rollout, plans)
     assert_same(reference, plain, name="plain loop")
 

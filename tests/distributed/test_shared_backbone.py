@@ -15,9 +15,7 @@ from joint_updates import (
 from pool import run_ranks
 from roles import Shape
 from test_layout_equivalence import assert_same
-from updates import NUM_ROUNDS, SEED, Case, record_rollout
-
-from rlhf_megatron.algorithms.minibatch import mini_batches
+from updates import NUM_ROUNDS, Case, epoch_plans, record_rollout
 
 NUM_SAMPLES = 24
 SQUARES = ("difference_squared", "expected_squared")
@@ -56,17 +54,7 @@ def gradients(rollout, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(rollout):
-    plans = [
-        [
-            mini_batches(
-                NUM_SAMPLES,
-                mini_batch_samples=12,
-                seed=(SEED * 1_000_003 + step) * 1_009 + epoch,
-            )
-            for epoch in range(2)
-        ]
-        for step in range(1, NUM_ROUNDS + 1)
-    ]
+    plans = epoch_plans(NUM_SAMPLES)
     (trace,) = run_ranks(1, run_plain_joint, rollout, plans)
     return trace
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.config import ImportanceSamplingConfig, KlConfig, PpoConfig
 from rlhf_megatron.algorithms.kl import KlController, kl_controller
+from rlhf_megatron.algorithms.minibatch import mini_batches
 from rlhf_megatron.batch import RaggedBatch, load_batch, save_batch
 from rlhf_megatron.models.build import VALUE_HEAD
 from rlhf_megatron.models.config import OptimizerConfig
@@ -292,3 +293,18 @@ def run_plain(rank: int, rollout: Path, plans: Sequence[Sequence[Sequence[list[i
         trace.rounds.append(plain.prepare(batch))
         trace.steps += [plain.step(batch.select(mini)) for epoch in plan for mini in epoch]
     return trace
+
+
+def epoch_plans(num_samples: int) -> list[list[list[list[int]]]]:
+    """The mini-batches of 12 samples of each round's two epochs, from the seed by hand."""
+    return [
+        [
+            mini_batches(
+                num_samples,
+                mini_batch_samples=12,
+                seed=(SEED * 1_000_003 + step) * 1_009 + epoch,
+            )
+            for epoch in range(2)
+        ]
+        for step in range(1, NUM_ROUNDS + 1)
+    ]
