@@ -11,6 +11,7 @@ ONE_AFTER_ANOTHER = ("faults", "slurm")
 """Folders whose files share a long run, or a cluster on fixed ports: all of it in one worker."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of a file stay together, for what they share is made once."""
     for item in items:

@@ -64,13 +64,17 @@ def latest(run) -> int:
     return int((run / "checkpoints" / "latest").read_text().removeprefix("step_"))
 
 
-def slurm() -> dict[str, str]:
-    """Of a job that Slurm will end in an hour."""
-    return SLURM | {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
+def slurm(*, seconds: int = 3600) -> dict[str, str]:
+    """Of a job that Slurm will end in so long, by default an hour."""
+    return SLURM | {"SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
 
 
 def is_stopped_before_the_time_limit_of_slurm(words, *, logs):
-    job = Job(words(checkpoint__stop_before_minutes=59.9), logs=logs, environment=slurm())
+    """The limit is near from the start on, so that its speed decides nothing; the doctor would
+    refuse to start."""
+    nearly_an_hour = slurm(seconds=3590)
+    options = words(checkpoint__stop_before_minutes=59.9, doctor__at_start="false")
+    job = Job(options, logs=logs, environment=nearly_an_hour)
     assert job.wait() == [3] * 4, job.text()
     assert "stopped by the job's time limit, 59." in job.text()
 
