@@ -217,7 +217,10 @@ def _build_role(
             seed=seed,
         )
         engine = ModelEngine(
-            model, device=context.device, optimizer_config=getattr(options, "optimizer", None)
+            model,
+            device=context.device,
+            optimizer_config=getattr(options, "optimizer", None),
+            kept_logits_bytes=int(getattr(options, "kept_logits_gb", 0.0) * 1e9),
         )
     return PlacedRole(
         name=name,

@@ -86,8 +86,11 @@ class ModelEngine:
         *,
         device: torch.device,
         optimizer_config: OptimizerConfig | None = None,
+        kept_logits_bytes: int = 0,
     ) -> None:
+        """kept_logits_bytes: as in vocab_parallel.token_log_probs."""
         self.model = model
+        self._kept_logits_bytes = kept_logits_bytes
         self.device = device
         self.optimizer_config = optimizer_config
         self.optimizer: Any = None
@@ -151,6 +154,7 @@ class ModelEngine:
             targets=micro_batch.targets,
             shard=self.model.vocab_shard,
             temperature=temperature,
+            kept_logits_bytes=self._kept_logits_bytes,
         )
 
     def infer(

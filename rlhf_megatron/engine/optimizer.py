@@ -38,7 +38,22 @@ def wrap_for_training(model: RoleModel) -> list[DistributedDataParallel]:
         for chunk in in_model_precision(model)
     ]
     model.config.finalize_model_grads_func = finalize_model_grads
+    if model.fused_norms:
+        _accumulate_in_place(wrapped)
     return wrapped
+
+
+def _accumulate_in_place(wrapped: list[DistributedDataParallel]) -> None:
+    """Let Transformer Engine's linears add weight gradients to the float32 buffer as they compute
+    them.
+
+    TransformerConfig.gradient_accumulation_fusion would ask for NVIDIA's apex as well, for
+    Megatron-Core's own linears (tensor_parallel/layers.py, ColumnParallelLinear).
+    """
+    for module in wrapped:
+        for layer in module.modules():
+            if hasattr(layer, "fuse_wgrad_accumulation"):
+                layer.fuse_wgrad_accumulation = True
 
 
 def build_optimizer(
@@ -66,7 +81,23 @@ def build_optimizer(
             pg_collection=model.groups.collection,
         )
     model.config.grad_scale_func = optimizer.scale_loss
+    _use_fused_adam(optimizer)
     return optimizer
+
+
+def _use_fused_adam(optimizer: Any) -> None:
+    """One kernel over all parameters, which needs no workspace, where Megatron-Core took torch's
+    AdamW (without Transformer Engine or NVIDIA's apex) and the master weights are on a GPU.
+
+    Megatron-Core (0.16.1, 0.19.2) hands no such option on, but the step reads it from the groups.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        if not isinstance(adam, torch.optim.AdamW):
+            continue
+        for group in adam.param_groups:
+            if all(p.is_cuda for p in group["params"]):
+                group.update(fused=True, foreach=False)
 
 
 def set_rates(optimizer: Any, *, learning_rate: float, weight_decay: float) -> None:

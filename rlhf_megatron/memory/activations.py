@@ -2,7 +2,7 @@
 
 The terms follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 Models" (arXiv:2205.05198, equations 1 to 5), written out anew for what the layers here save: RMS
-norms, rotary embeddings, grouped key-value heads, an unfused SwiGLU, flash attention, no dropout.
+norms, rotary embeddings, grouped key-value heads, SwiGLU, flash attention, no dropout.
 tests/distributed/test_memory_activations.py counts the saved tensors against them.
 
 Shape letters: T tokens of a micro-batch, S = T / t of them under sequence parallelism, else T;
@@ -17,8 +17,8 @@ from rlhf_megatron.layout.parallel import ParallelLayout
 
 Recompute = Literal["none", "selective", "full"]
 Kernels = Literal["flash", "composite"]
-"""flash: fused norms and variable-length flash attention, a GPU in bf16. composite: torch's norm in
-float32 steps and scaled dot product attention over copies, a CPU."""
+"""flash: fused norms and SwiGLU and variable-length flash attention, a GPU in bf16. composite:
+torch's norm in float32 steps and scaled dot product attention over copies, a CPU."""
 
 INDEX_BYTES = 8
 FP32_BYTES = 4
@@ -78,9 +78,9 @@ class LayerActivations:
         return self.tokens * FP32_BYTES * (inputs + widths) + statistics
 
     @property
-    def rotary(self) -> int:
-        """Cosine and sine, computed for the query and again for the key."""
-        return 4 * self.tokens * self.head_dim * self.itemsize
+    def angles(self) -> int:
+        """Cosines and sines, one set for all layers."""
+        return self.tokens * self.head_dim * self.itemsize
 
     @property
     def attention(self) -> int:
@@ -104,9 +104,10 @@ class LayerActivations:
 
     @property
     def mlp(self) -> int:
-        """Gate and up together, silu(gate), up + 0 (Megatron-Core adds glu_linear_offset into a new
-        tensor), and their product."""
-        return 5 * self.tokens * self.ffn * self.itemsize
+        """Gate and up together, and their product; where it is not fused, also silu(gate), and up
+        + 0 (Megatron-Core adds glu_linear_offset into a new tensor)."""
+        widths = 3 if self.kernels == "flash" else 5
+        return widths * self.tokens * self.ffn * self.itemsize
 
     def saved(self, recompute: Recompute) -> int:
         """Bytes kept from this layer's forward pass to its backward pass."""
@@ -115,7 +116,7 @@ class LayerActivations:
         core = self.attention
         if recompute == "selective":
             core = self._attention_inputs + self._core_output
-        return self.norms + 2 * self.stream + self.rotary + core + self.mlp
+        return self.norms + 2 * self.stream + core + self.mlp
 
     @property
     def recomputed(self) -> int:

@@ -7,12 +7,16 @@ H hidden size.
 
 from dataclasses import dataclass
 
-from rlhf_megatron.memory.activations import FP32_BYTES, INDEX_BYTES, LayerActivations
+from rlhf_megatron.memory.activations import (
+    FP32_BYTES,
+    INDEX_BYTES,
+    Kernels,
+    LayerActivations,
+)
 
-LOGITS_CHUNK_BYTES = 1 << 27
-"""models.vocab_parallel.CHUNK_BYTES: of one float32 array of a chunk of logits."""
-CHUNK_ARRAYS = 2
-"""Of them at once: logits and their exponentials."""
+LOGITS_CHUNK_BYTES: dict[Kernels, int] = {"composite": 1 << 27, "flash": 1 << 29}
+"""models.vocab_parallel.CHUNK_BYTES, of one float32 array of a chunk of logits, and
+GPU_CHUNK_BYTES, of one in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +55,34 @@ def value_head(layer: LayerActivations) -> HeadMemory:
 
 
 def policy_head(
-    layer: LayerActivations, *, response_tokens: int, vocabulary_rows: int
+    layer: LayerActivations,
+    *,
+    response_tokens: int,
+    vocabulary_rows: int,
+    kept_logits_bytes: int = 0,
 ) -> HeadMemory:
     """Final norm, hidden states of the response tokens, and a chunk of the log-probs."""
     itemsize, hidden = layer.itemsize, layer.hidden
-    chunk = min(LOGITS_CHUNK_BYTES, response_tokens * vocabulary_rows * FP32_BYTES)
+    fused = layer.kernels == "flash"
+    logits = response_tokens * vocabulary_rows * itemsize
+    chunk = min(
+        LOGITS_CHUNK_BYTES[layer.kernels],
+        logits if fused else response_tokens * vocabulary_rows * FP32_BYTES,
+    )
     rows = response_tokens * hidden * itemsize
+    # Fewer response tokens than these have logits that may be kept.
+    kept = min(kept_logits_bytes, logits)
     # The gradient of the hidden states adds up in float32, the weight's is written in its dtype.
-    gradients = response_tokens * hidden * FP32_BYTES + vocabulary_rows * hidden * itemsize
-    products = max(CHUNK_ARRAYS * chunk, chunk * itemsize // FP32_BYTES + rows)
+    weight = vocabulary_rows * hidden * itemsize
+    gradients = response_tokens * hidden * FP32_BYTES + weight
+    products = max(2 * chunk, (chunk if fused else chunk * itemsize // FP32_BYTES) + rows)
+    of_kept = kept + max(chunk, rows + weight) if kept else 0
     return HeadMemory(
         saved=layer.norm(layer.sharded_tokens, hidden),
         loss_saved=rows + response_tokens * (2 * INDEX_BYTES + 2 * FP32_BYTES),
-        forward=CHUNK_ARRAYS * chunk + layer.gathered + rows,
-        backward=gradients + products + layer.gathered,
+        # On a CPU, beside the logits their exponentials.
+        forward=chunk * (1 if fused else 2) + layer.gathered + rows,
+        backward=max(gradients + products, of_kept) + layer.gathered,
     )
 
 

@@ -23,6 +23,8 @@ class RecomputeChoice:
     num_layers: int = 0
     """With "full": the layers of a (virtual) stage that are recomputed, the others keep all; 0:
     all."""
+    kept_logits_bytes: int = 0
+    """Logits of a micro-batch are kept where they take no more."""
 
     def split(self, num_layers: int, *, chunks: int = 1) -> tuple[int, int]:
         """Of a stage's layers in `chunks` virtual stages, those recomputed whole, and the rest."""
@@ -52,4 +54,5 @@ def recompute_of(role: ActorConfig | CriticConfig) -> RecomputeChoice:
     return RecomputeChoice(
         granularity=role.recompute.granularity,  # type: ignore[arg-type]
         num_layers=role.recompute.num_layers,
+        kept_logits_bytes=int(role.kept_logits_gb * 1e9) if isinstance(role, ActorConfig) else 0,
     )

@@ -121,6 +121,7 @@ class StageModel:
             response_tokens=response_tokens,
             vocabulary_rows=padded_vocab_size(self.arch.vocab_size, tensor_model_parallel_size=tp)
             // tp,
+            kept_logits_bytes=self.recompute.kept_logits_bytes,
         )
         return joint_head(layer, policy=policy, value=value) if self.head == "joint" else policy
 
@@ -134,8 +135,7 @@ def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
     one += packing_saved(layer) if kept else 0
     if model.is_first:
         one += embedding_saved(layer)
-    if full:  # the checkpoints keep the rotary angles
-        one += layer.tokens * layer.head_dim * FP32_BYTES
+    one += layer.angles
     if model.is_last:
         one += _head(model, layer=layer, sizes=sizes).saved
     return ceil(waiting * one)
@@ -201,9 +201,7 @@ def inference_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     # The layer's input; what was sent last, and of stages that also receive, that as well.
     sends = not model.is_last or model.layout.virtual_pipeline_model_parallel_size > 1
     ends = 1 + sends + (sends and not model.is_first)
-    streams = (
-        ends * layer.stream + layer.tokens * layer.head_dim * FP32_BYTES + packing_saved(layer)
-    )
+    streams = ends * layer.stream + layer.angles + packing_saved(layer)
     layers = PassMemory(
         activations=streams,
         recomputed=0,

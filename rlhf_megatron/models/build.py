@@ -18,7 +18,7 @@ from rlhf_megatron.layout.tensors import Head
 from rlhf_megatron.models.compat import transformer_engine_imports
 from rlhf_megatron.models.config import RecomputeConfig
 from rlhf_megatron.models.heads import JointOutput, ValueHead, replace_output_layer
-from rlhf_megatron.models.layers import PackedRotaryEmbedding, block_spec
+from rlhf_megatron.models.layers import block_spec
 from rlhf_megatron.models.rope import rope
 from rlhf_megatron.models.vocab_parallel import VocabShard
 
@@ -164,8 +164,9 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=device.type == "cuda",
         batch_p2p_sync=device.type == "cuda",
-        # Fusions change the rounding in bf16 and with it the agreement with the rollout engine.
-        bias_activation_fusion=False,
+        # SwiGLU in one pass, rounded once, as vLLM's compiled graphs have it; saves its input only.
+        # Compiled by torch at the first call; on a CPU that would take a C++ compiler.
+        bias_activation_fusion=device.type == "cuda",
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -254,6 +255,7 @@ def _build_chunk(
             arch,
             num_layers=arch.num_layers // (layout.pipeline_model_parallel_size * virtual),
             transformer_engine=fused,
+            device=device,
         ),
         vocab_size=padded_vocab_size(
             arch.vocab_size, tensor_model_parallel_size=layout.tensor_model_parallel_size
@@ -263,11 +265,10 @@ def _build_chunk(
         post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tie_word_embeddings and head != VALUE_HEAD,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # the attention core turns queries and keys
         pg_collection=groups.collection,
         vp_stage=number if virtual > 1 else None,
     )
-    gpt.rotary_pos_emb = PackedRotaryEmbedding(arch, device=device, cp_group=groups.collection.cp)
     if is_last:
         if head == VALUE_HEAD:
             gpt.output_layer = ValueHead(config, tp_group=groups.collection.tp)

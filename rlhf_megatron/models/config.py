@@ -72,6 +72,12 @@ class ActorConfig:
     recompute: RecomputeConfig = items(RecomputeConfig)
     """Activations recomputed in the backward pass."""
 
+    kept_logits_gb: float = number(0.0, minimum=0)
+    """The logits of a micro-batch's responses stay from the forward to the backward pass where they
+    take no more than this; otherwise they are computed twice, a fourth of the output layer's work
+    in an update. Response tokens x vocabulary / tensor_model_parallel_size x 2 bytes in bf16: 2.1
+    for 8192 tokens of 128256 words. Default 0: computed twice."""
+
     offload_weights: bool = False
     """Keep the weights in pinned host memory outside the role's own phases (log_prob, update_actor,
     reshard). Copied back to the host only after an update. Default false."""

@@ -1,4 +1,4 @@
-"""The project's own norm, attention core and rotary embedding, and the layer spec around them.
+"""The project's own norm and attention core, and the layer spec around them.
 
 Megatron-Core's local layers refuse sequence parallelism (torch_norm.py:32) and packed sequences
 (dot_product_attention.py) without Transformer Engine; these modules lift both through ModuleSpec.
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -24,6 +23,7 @@ from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.models.compat import varlen_attention
 from rlhf_megatron.models.packing import PackedSequences
 from rlhf_megatron.models.rope import rope
+from rlhf_megatron.models.rotary import Rotary
 
 
 class RMSNorm(nn.Module):
@@ -43,7 +43,8 @@ class RMSNorm(nn.Module):
 
 class PackedAttention(nn.Module):
     """Causal attention within each packed sequence: to all tokens before, or to the last
-    `sliding_window` of them, the token itself included.
+    `sliding_window` of them, the token itself included. Queries and keys are turned here
+    (rotary.py), so that all layers share one set of angles.
 
     On a GPU in half precision: the variable-length flash kernel of torch. Elsewhere: scaled dot
     product attention over the sequences of equal length at once, so nothing is padded.
@@ -58,9 +59,13 @@ class PackedAttention(nn.Module):
         softmax_scale: float | None = None,
         *,
         sliding_window: int | None = None,
+        rotary: Rotary,
         **_: Any,
     ) -> None:
+        """rotary: shared by the layers. No module: a model in bf16 would round its frequencies, and
+        far positions would turn wrongly."""
         super().__init__()
+        self.rotary = rotary
         self.sliding_window = sliding_window
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
@@ -75,20 +80,25 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences,
     ) -> Tensor:
-        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        assert packed_seq_params.position_ids is not None
+        angles = self.rotary.at(packed_seq_params.position_ids, dtype=query.dtype)
+        q, k, v = angles.apply(query[:, 0]), angles.apply(key[:, 0]), value[:, 0]
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = varlen_attention(
-                q,
-                key=k,
-                value=v,
-                cu_seqlens=packed_seq_params.cu_seqlens_q,
-                max_seqlen=packed_seq_params.max_seqlen_q,
-                scale=self.scale,
-                sliding_window=self.sliding_window,
-            )
+            out = self._flash(q, k, v, packed_seq_params)
         else:
             out = self._by_equal_length(q, k, v, packed_seq_params)
         return out.reshape(out.size(0), 1, -1)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
+        return varlen_attention(
+            q,
+            key=k,
+            value=v,
+            cu_seqlens=packed.cu_seqlens_q,
+            max_seqlen=packed.max_seqlen_q,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+        )
 
     def _by_equal_length(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
         outs = []
@@ -114,43 +124,44 @@ class PackedAttention(nn.Module):
         return every.tril() & every.triu(1 - self.sliding_window)
 
 
-class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles (arXiv:2104.09864) at each packed token's own position."""
+class TransformerEngineAttention(PackedAttention):
+    """The same on a GPU in half precision through Transformer Engine, which takes flash-attn where
+    it is installed, else cuDNN's fused attention."""
 
-    def __init__(self, arch: ModelArchitecture, *, device: torch.device, cp_group: Any) -> None:
-        super().__init__(
-            kv_channels=arch.head_dim,
-            rotary_percent=1.0,
-            rotary_base=arch.rope_theta,  # type: ignore[arg-type]
-            use_cpu_initialization=device.type == "cpu",
-            cp_group=cp_group,
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        from transformer_engine.pytorch import DotProductAttention
+
+        tp = config.tensor_model_parallel_size
+        window = self.sliding_window
+        self.fused = DotProductAttention(
+            config.num_attention_heads // tp,
+            config.kv_channels,
+            num_gqa_groups=max(1, config.num_query_groups // tp),
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            window_size=None if window is None else (window - 1, 0),
+            softmax_scale=self.scale,
         )
-        self.inv_freq = rope(arch).frequencies.to(device)
 
-    def get_rotary_seq_len(  # type: ignore[override]
-        self,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Tensor,
-        transformer_config: Any,
-        packed_seq_params: PackedSequences,
-        **_: Any,
-    ) -> Tensor:
-        """GPTModel hands what this returns to `forward`: the positions in place of a length."""
-        assert packed_seq_params.position_ids is not None
-        return packed_seq_params.position_ids
-
-    def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:  # type: ignore[override]
-        """[T] positions -> [T, 1, 1, D] angles in float32."""
-        angles = torch.outer(position_ids.to(torch.float32), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
+        out: Tensor = self.fused(
+            q,
+            k,
+            v,
+            cu_seqlens_q=packed.cu_seqlens_q,
+            cu_seqlens_kv=packed.cu_seqlens_kv,
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_kv=packed.max_seqlen_kv,
+        )
+        return out
 
 
 def block_spec(
-    arch: ModelArchitecture, *, num_layers: int, transformer_engine: bool
+    arch: ModelArchitecture, *, num_layers: int, transformer_engine: bool, device: torch.device
 ) -> TransformerBlockSubmodules:
     """One pipeline stage's `num_layers` decoder layers and its final norm: Transformer Engine's
-    linears and norms, or Megatron-Core's local linears with our norm; our attention core in both.
+    linears, norms and attention, or Megatron-Core's local linears with our norm and attention core.
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -166,6 +177,10 @@ def block_spec(
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.core_attention = ModuleSpec(
-        module=PackedAttention, params={"sliding_window": arch.sliding_window}
+        module=TransformerEngineAttention if transformer_engine else PackedAttention,
+        params={
+            "sliding_window": arch.sliding_window,
+            "rotary": Rotary(rope(arch).frequencies.to(device)),
+        },
     )
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)

@@ -18,9 +18,9 @@ class PackedSequences(PackedSeqParams):
     """Where each sequence lies in the packed row.
 
     `qkv_format` is "sbhd" on purpose: Megatron-Core then treats the row as one sequence of T tokens
-    and leaves it to our rotary embedding (`position_ids`) and core attention (`cu_seqlens_q`) to
-    keep the sequences apart. Its own "thd" path rotates sequence by sequence in a Python loop with
-    a host synchronisation per layer (rope_utils.py, 0.16.1:202).
+    and leaves it to our core attention to keep the sequences apart (`position_ids`,
+    `cu_seqlens_q`). Its own "thd" path rotates sequence by sequence in a Python loop with a host
+    synchronisation per layer (rope_utils.py, 0.16.1:202).
     """
 
     lengths: tuple[int, ...] = ()
