@@ -35,11 +35,19 @@ def describe(device: torch.device) -> dict[str, str]:
         found["device"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
         found["driver"] = gpu_state("driver_version")["driver_version"]
         found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["cudnn"] = _cudnn_version()
     else:
         found["device"] = f"CPU ({platform.machine()}), {os.cpu_count()} cores"
         found["threads"] = str(torch.get_num_threads())
     return found | {name: _version(names) for name, names in PACKAGES.items()}
+
+
+def _cudnn_version() -> str:
+    """Also where Transformer Engine has loaded another one than torch was built with."""
+    try:
+        return str(torch.backends.cudnn.version())
+    except RuntimeError as error:
+        return str(error).split(".")[0]
 
 
 def _python() -> str:

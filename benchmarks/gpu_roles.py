@@ -28,6 +28,7 @@ class RoleOptions:
     precision: str
     layer_spec: str
     recompute: str = "none"
+    kept_logits_gb: float = 0.0
 
 
 def build_role(
@@ -56,6 +57,11 @@ def build_role(
         model,
         device=context.device,
         optimizer_config=OptimizerConfig(learning_rate=LEARNING_RATE) if trained else None,
+        **(
+            {"kept_logits_bytes": int(1e9 * options.kept_logits_gb)}
+            if options.kept_logits_gb
+            else {}
+        ),
     )
 
 

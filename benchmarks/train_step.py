@@ -225,6 +225,7 @@ def build_setting(
             precision=options.precision or ("bf16" if context.is_cuda else "fp32"),
             layer_spec=options.layer_spec,
             recompute=options.recompute,
+            kept_logits_gb=options.kept_logits_gb,
         ),
         rounds=options.rounds,
         context=context,
@@ -239,6 +240,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
         "--layer-spec", choices=("auto", "local", "transformer_engine"), default="auto"
     )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--kept-logits-gb", type=float, default=0.0)
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU")
     parser.add_argument(
         "--micro-batch-tokens", type=int, default=0, help="default: the shape's (16384)"

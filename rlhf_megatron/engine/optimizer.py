@@ -50,9 +50,11 @@ def _accumulate_in_place(wrapped: list[DistributedDataParallel]) -> None:
     TransformerConfig.gradient_accumulation_fusion would ask for NVIDIA's apex as well, for
     Megatron-Core's own linears (tensor_parallel/layers.py, ColumnParallelLinear).
     """
+    from transformer_engine.pytorch import LayerNormLinear, Linear
+
     for module in wrapped:
         for layer in module.modules():
-            if hasattr(layer, "fuse_wgrad_accumulation"):
+            if isinstance(layer, (Linear, LayerNormLinear)):
                 layer.fuse_wgrad_accumulation = True
 
 

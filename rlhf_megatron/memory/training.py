@@ -135,10 +135,11 @@ def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
     one += packing_saved(layer) if kept else 0
     if model.is_first:
         one += embedding_saved(layer)
-    one += layer.angles
+    one += layer.angles if kept else 0
     if model.is_last:
         one += _head(model, layer=layer, sizes=sizes).saved
-    return ceil(waiting * one)
+    # Where all is recomputed nothing keeps the angles but the layers, of one micro-batch.
+    return ceil(waiting * one) + (0 if kept else layer.angles)
 
 
 def held_by_schedule(model: StageModel, *, sizes: BatchSizes) -> int:

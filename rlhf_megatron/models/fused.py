@@ -17,7 +17,11 @@ _Function = Callable[..., Tensor]
 
 
 def compiled_on_gpu(function: _Function) -> _Function:
-    """`function`, compiled at its first call whose first argument is on a GPU."""
+    """`function`, compiled at its first call whose first argument is on a GPU. Without gradients.
+
+    Compiled code is bound to whether its arguments require gradients: they are detached, so that
+    passes with and without gradients share it.
+    """
 
     @cache
     def compiled() -> Any:
@@ -25,8 +29,10 @@ def compiled_on_gpu(function: _Function) -> _Function:
 
     @wraps(function)
     def call(first: Tensor, *rest: Any) -> Tensor:
-        chosen = compiled() if first.is_cuda else function
-        return chosen(first, *rest)  # type: ignore[no-any-return]
+        if not first.is_cuda:
+            return function(first, *rest)
+        given = (x.detach() if isinstance(x, Tensor) else x for x in (first, *rest))
+        return compiled()(*given)  # type: ignore[no-any-return]
 
     return call
 

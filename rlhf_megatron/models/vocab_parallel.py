@@ -100,15 +100,19 @@ def _logits(
     hidden: Tensor, *, weight: Tensor, first_row: int, shard: VocabShard, out: Tensor | None = None
 ) -> Tensor:
     """[N, rows of `weight`], which are those of the shard from `first_row` on; not divided by the
-    temperature."""
+    temperature. In float32 or more on a CPU, where no `out` is given."""
     logits = torch.matmul(hidden, weight.t(), out=out)
     logits[:, max(shard.real_rows - first_row, 0) :] = MASKED_LOGIT
-    return logits
+    return logits if logits.is_cuda or out is not None else _wide(logits)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
     """Divided, in float32 or more; takes the place of `logits` where it can."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = _wide(logits)
     if temperature != 1.0:
         wide /= temperature
     return wide
@@ -279,7 +283,7 @@ class _Head:
         grad.scatter_add_(1, rows[:, None], (grad_logprobs * here)[:, None])
         if self.temperature != 1.0:
             grad /= self.temperature
-        return grad.to(logits.dtype)
+        return grad.to(self.hidden.dtype)
 
 
 def _grad_in_place(
