@@ -138,8 +138,7 @@ def saved_activations(model: StageModel, *, sizes: BatchSizes) -> int:
     one += layer.angles if kept else 0
     if model.is_last:
         one += _head(model, layer=layer, sizes=sizes).saved
-    # Where all is recomputed nothing keeps the angles but the layers, of one micro-batch.
-    return ceil(waiting * one) + (0 if kept else layer.angles)
+    return ceil(waiting * one)
 
 
 def held_by_schedule(model: StageModel, *, sizes: BatchSizes) -> int:
@@ -172,6 +171,8 @@ def training_pass(model: StageModel, *, sizes: BatchSizes) -> PassMemory:
     batch = _batch_bytes(sizes.mini_tokens, fields=fields)
     head = _head(model, layer=layer, sizes=sizes) if model.is_last else None
     full, kept = model.recomputed_and_kept_layers
+    # Where all is recomputed nothing keeps the angles but the layers, of one micro-batch.
+    saved += 0 if kept else layer.angles
     # By the time that layers are recomputed, those that are kept, which come after them, are done.
     again = layer.recomputed - kept * layer.saved(model.recompute.granularity_of_kept)
     layers = PassMemory(
