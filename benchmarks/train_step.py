@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_machine import dense_tflops, describe, print_header, seconds_of, synchronize
+from gpu_machine import dense_tflops, describe, join, print_header, seconds_of, synchronize
 from gpu_profile import host_syncs, profiled, sync_table
 from gpu_roles import (
     LEARNING_RATE,
@@ -36,9 +36,8 @@ from gpu_shapes import SHAPES, Shape, lengths_of_about, random_batch
 from gpu_work import Flops, flops_of, packing_of
 
 from rlhf_megatron.batch import RaggedBatch
-from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.distributed.groups import GroupFactory
-from rlhf_megatron.distributed.start import DistributedContext, start
+from rlhf_megatron.distributed.start import DistributedContext, finish
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.layout.architecture import ModelArchitecture
 
@@ -71,7 +70,7 @@ class Measured:
         return (
             f"{self.name:<16}{self.median_seconds * 1e3:>10.1f}{spread:>8.1%}"
             f"{self.tokens / self.median_seconds:>12,.0f}"
-            + "".join(f"{rate:>10.1f}{rate / dense_tflops:>8.1%}" for rate in rates)
+            + "".join(f"{rate:>10.4g}{rate / dense_tflops:>8.1%}" for rate in rates)
             + f"{self.peak_gb:>9.2f}"
         )
 
@@ -259,7 +258,7 @@ def main() -> None:
     options = parser.parse_args()
     roles = options.roles or ["actor", "critic"]
 
-    context = start(DistributedConfig(device=options.device))
+    context = join(options.device)
     machine = describe(context.device)
     with tempfile.TemporaryDirectory() as folder:
         setting = build_setting(options, context=context, folder=folder)
@@ -278,7 +277,7 @@ def main() -> None:
     }
     after = dense_tflops(context.device)
     dense = max(before, after)
-    print(f"  dense product: {before:.1f} TFLOP/s before, {after:.1f} after")
+    print(f"  dense product: {before:.4g} TFLOP/s before, {after:.4g} after")
     print(f"  packing: {found[roles[0]]['packing']}")
     print(HEADER)
     works = [work for role in roles for work in found[role]["works"]]
@@ -300,6 +299,7 @@ def main() -> None:
         report |= {"profile": profile.figures(), "host_syncs": syncs}
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(0)
 
 
 if __name__ == "__main__":
