@@ -126,11 +126,12 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 
 def host_probes(device: torch.device) -> dict[str, float]:
-    """Each the least of five; microseconds, but for the copy.
+    """Each the least of five; microseconds, but for the copy and the collection.
 
     python: a loop of the interpreter. launch: a tiny kernel. autograd: forward and backward of 100
     tiny operations. allocation: a tensor made and dropped. copy: 1 GiB on the device (16 MiB on a
-    CPU), in 10^9 bytes a second, read and written.
+    CPU), in 10^9 bytes a second, read and written. collection: a full one of Python's collector
+    over all objects, frozen ones included, in milliseconds.
     """
     small = torch.zeros(16, device=device)
     weight = torch.zeros(16, device=device, requires_grad=True)
@@ -166,7 +167,18 @@ def host_probes(device: torch.device) -> dict[str, float]:
         "autograd_us": least(autograd) / 2000 * 1e6,
         "allocation_us": least(allocation) / 2000 * 1e6,
         "copy_gb_per_second": 2 * big.nbytes / least(lambda: other.copy_(big)) / 1e9,
+        "collection_ms": _full_collection() * 1e3,
     }
+
+
+def _full_collection() -> float:
+    """Seconds. Afterwards all objects are frozen."""
+    gc.unfreeze()
+    started = time.perf_counter()
+    gc.collect()
+    took = time.perf_counter() - started
+    gc.freeze()
+    return took
 
 
 class CollectorClock:

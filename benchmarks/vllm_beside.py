@@ -6,7 +6,8 @@
 One process: the actor's update before vLLM is there, after its import, and with an engine built by
 the project's own code, awake and asleep in turns. Each update is measured together with what may
 explain it: the rate of a large matrix product, clock and power while it ran, seconds in Python's
-collector, CPU seconds. The ways of an update change one thing each:
+collector, CPU seconds. The ways of an update change one thing each, in the first round alone but
+for the first of them:
 
   as the trainer   what was there before is frozen for the collector, as Trainer.fit does
   thawed           nothing is frozen: a full collection walks through all objects
@@ -256,8 +257,8 @@ def main() -> None:
             probes[stage] = host_probes(device)
             profiles[stage] = profiled(update, device=device)
 
-        for _ in range(options.rounds):
-            updates.take(BEFORE)
+        for number in range(options.rounds):
+            updates.take(BEFORE, only=AS_THE_TRAINER if number else None)
         states[BEFORE], probes[BEFORE] = snapshot(), host_probes(device)
         if options.profile_before:
             profiles[BEFORE] = profiled(update, device=device)
@@ -286,7 +287,7 @@ def main() -> None:
         updates.take(AWAKE, only=AS_THE_TRAINER if number else None)
         release_cached_memory(device)
         engine.sleep()
-        updates.take(ASLEEP)
+        updates.take(ASLEEP, only=AS_THE_TRAINER if number else None)
         if number + 1 < options.rounds:
             release_cached_memory(device)
             engine.wake(tags=["weights", "kv_cache"])
