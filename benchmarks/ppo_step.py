@@ -259,6 +259,8 @@ def main() -> None:
         trainer.fit()
         steps = step_seconds(folder / "run")
         metrics = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    mean_length = float(lengths.responses.double().mean())
+    assert abs(metrics["response/length_mean"] - mean_length) < 1e-3, "other lengths than asked for"
     requests = [prompt for prompt in prompts for _ in range(responses)]
     alone = Alone(trainer, prompts=requests, lengths=lengths)
     for number in range(options.rounds):

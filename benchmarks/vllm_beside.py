@@ -23,6 +23,7 @@ all the same, after the updates there, to compare kernels with.
 import argparse
 import gc
 import json
+import shutil
 import subprocess
 import tempfile
 import time
@@ -72,7 +73,7 @@ class StateDuring:
 
     def __init__(self, device: torch.device) -> None:
         self._process = None
-        if device.type == "cuda":
+        if device.type == "cuda" and shutil.which("nvidia-smi"):
             query = f"--query-gpu={','.join(STATE_FIELDS)}"
             self._process = subprocess.Popen(
                 ["nvidia-smi", query, "--format=csv,noheader,nounits"],
