@@ -12,6 +12,9 @@ from statistics import median
 import torch
 
 import rlhf_megatron
+from rlhf_megatron.distributed.config import DistributedConfig
+from rlhf_megatron.distributed.start import DistributedContext, start
+from rlhf_megatron.ranks import keep_warnings_off_the_screen
 
 PACKAGES = {
     "torch": ("torch",),
@@ -25,6 +28,12 @@ PACKAGES = {
 
 DENSE_SIZE = {"cuda": 8192, "cpu": 1024}
 DENSE_SECONDS = {"cuda": 0.5, "cpu": 0.2}
+
+
+def join(device_name: str) -> DistributedContext:
+    """A job of this one process, on "cpu", "cuda" or "auto"."""
+    keep_warnings_off_the_screen()
+    return start(DistributedConfig(device=device_name))
 
 
 def describe(device: torch.device) -> dict[str, str]:

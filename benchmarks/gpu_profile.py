@@ -4,7 +4,7 @@ import json
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,11 @@ def _profiled_gpu(work: Callable[[], object], *, device: torch.device) -> Profil
         file = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
+    return from_trace(events, wall_seconds=wall)
+
+
+def from_trace(events: Iterable[Mapping[str, Any]], *, wall_seconds: float) -> Profile:
+    """From the events of a trace in Chrome's format, whose times are in microseconds."""
     seconds: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     waits: Counter[str] = Counter()
@@ -149,9 +154,12 @@ def _profiled_gpu(work: Callable[[], object], *, device: torch.device) -> Profil
             intervals.append((event["ts"], event["ts"] + event["dur"]))
         elif category == "cuda_runtime" and name in SYNC_CALLS:
             waits[name] += 1
-    kernels = [Kernel(name=n, seconds=s, count=counts[n]) for n, s in seconds.items()]
-    busy = covered(intervals) / 1e6
-    return Profile(wall_seconds=wall, busy_seconds=busy, kernels=kernels, host_waits=dict(waits))
+    return Profile(
+        wall_seconds=wall_seconds,
+        busy_seconds=covered(intervals) / 1e6,
+        kernels=[Kernel(name=n, seconds=s, count=counts[n]) for n, s in seconds.items()],
+        host_waits=dict(waits),
+    )
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -182,7 +190,7 @@ def host_syncs(work: Callable[[], object], *, device: torch.device) -> dict[str,
     places = [
         f"{'/'.join(Path(warning.filename).parts[-3:])}:{warning.lineno}"
         for warning in caught
-        if "synchroniz" in str(warning.message)
+        if "called a synchronizing" in str(warning.message)
     ]
     return dict(Counter(places).most_common())
 

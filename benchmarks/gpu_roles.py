@@ -1,6 +1,7 @@
 """One-rank roles for the GPU benchmarks: models with random weights, built as the trainer does."""
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,13 +86,13 @@ def ppo_step(
 
 
 def micro_batches(
-    engine: ModelEngine, *, batch: RaggedBatch, micro_batch_tokens: int
+    engine: ModelEngine, *, batch: RaggedBatch, samples: Sequence[int], micro_batch_tokens: int
 ) -> list[MicroBatch]:
-    """Those of one update on the whole batch."""
+    """Those of one update on `samples`."""
     return micro_batches_of(
         engine,
         batch=batch,
-        samples=list(range(len(batch))),
+        samples=samples,
         fields=(),
         micro_batch_tokens=micro_batch_tokens,
     )

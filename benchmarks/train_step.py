@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_machine import dense_tflops, describe, print_header, seconds_of, synchronize
+from gpu_machine import dense_tflops, describe, join, print_header, seconds_of, synchronize
 from gpu_profile import host_syncs, profiled, sync_table
 from gpu_roles import (
     LEARNING_RATE,
@@ -32,18 +32,20 @@ from gpu_roles import (
     ppo_step,
     settle,
 )
-from gpu_shapes import SHAPES, Shape, lengths_of_about, random_batch
-from gpu_work import Flops, flops_of, packing_of
+from gpu_shapes import SHAPES, Shape, draw_lengths, lengths_of_about, random_batch
+from gpu_work import Flops, Packing, flops_of, packing_of
 
+from rlhf_megatron.algorithms.minibatch import mini_batches
 from rlhf_megatron.batch import RaggedBatch
-from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.distributed.groups import GroupFactory
-from rlhf_megatron.distributed.start import DistributedContext, start
+from rlhf_megatron.distributed.start import DistributedContext, finish
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.layout.architecture import ModelArchitecture
 
 FILL = 0.99
 """Share of the micro-batches' token budget that the samples come to."""
+STEP_SAMPLES, MINI_BATCH_SAMPLES = 1024, 256
+"""Of the whole step whose packing is shown beside that of the measured batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Measured:
         return (
             f"{self.name:<16}{self.median_seconds * 1e3:>10.1f}{spread:>8.1%}"
             f"{self.tokens / self.median_seconds:>12,.0f}"
-            + "".join(f"{rate:>10.1f}{rate / dense_tflops:>8.1%}" for rate in rates)
+            + "".join(f"{rate:>10.4g}{rate / dense_tflops:>8.1%}" for rate in rates)
             + f"{self.peak_gb:>9.2f}"
         )
 
@@ -192,10 +194,14 @@ def measure_role(role: str, *, setting: Setting, profile: Path | None) -> dict[s
         "works": [measure(work, role=role, setting=setting) for work in works],
         "packing": packing_of(
             micro_batches(
-                engine, batch=setting.batch, micro_batch_tokens=setting.micro_batch_tokens
+                engine,
+                batch=setting.batch,
+                samples=range(len(setting.batch)),
+                micro_batch_tokens=setting.micro_batch_tokens,
             ),
             batch=setting.batch,
         ),
+        "step_packing": packing_of_step(engine, setting=setting),
     }
     if profile is not None:
         update = works[-1].run
@@ -205,6 +211,24 @@ def measure_role(role: str, *, setting: Setting, profile: Path | None) -> dict[s
     gc.unfreeze()
     gc.collect()
     return found
+
+
+def packing_of_step(engine: ModelEngine, *, setting: Setting) -> list[Packing]:
+    """Of each mini-batch of a step whose size was not chosen to fill its micro-batches."""
+    lengths = draw_lengths(setting.shape, num_samples=STEP_SAMPLES, responses_per_prompt=4)
+    batch = random_batch(lengths, vocab_size=setting.arch.vocab_size)
+    return [
+        packing_of(
+            micro_batches(
+                engine,
+                batch=batch,
+                samples=samples,
+                micro_batch_tokens=setting.micro_batch_tokens,
+            ),
+            batch=batch,
+        )
+        for samples in mini_batches(STEP_SAMPLES, mini_batch_samples=MINI_BATCH_SAMPLES, seed=0)
+    ]
 
 
 def build_setting(
@@ -261,7 +285,7 @@ def main() -> None:
     options = parser.parse_args()
     roles = options.roles or ["actor", "critic"]
 
-    context = start(DistributedConfig(device=options.device))
+    context = join(options.device)
     machine = describe(context.device)
     with tempfile.TemporaryDirectory() as folder:
         setting = build_setting(options, context=context, folder=folder)
@@ -280,8 +304,12 @@ def main() -> None:
     }
     after = dense_tflops(context.device)
     dense = max(before, after)
-    print(f"  dense product: {before:.1f} TFLOP/s before, {after:.1f} after")
+    print(f"  dense product: {before:.4g} TFLOP/s before, {after:.4g} after")
     print(f"  packing: {found[roles[0]]['packing']}")
+    step = found[roles[0]]["step_packing"]
+    print(f"  packing of {STEP_SAMPLES} samples in mini-batches of {MINI_BATCH_SAMPLES}:")
+    for packing in step:
+        print(f"    {packing}")
     print(HEADER)
     works = [work for role in roles for work in found[role]["works"]]
     for work in works:
@@ -294,6 +322,7 @@ def main() -> None:
         "response_tokens": batch.num_response_tokens,
         "dense_tflops": {"before": before, "after": after},
         "packing": asdict(found[roles[0]]["packing"]),
+        "step_packing": [asdict(packing) for packing in step],
         "works": {work.name: work.figures(dense_tflops=dense) for work in works},
     }
     if options.profile is not None:
@@ -302,6 +331,7 @@ def main() -> None:
         report |= {"profile": profile.figures(), "host_syncs": syncs}
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(0)
 
 
 if __name__ == "__main__":

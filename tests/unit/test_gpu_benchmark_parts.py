@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_profile import covered, kind_of
+from gpu_profile import covered, from_trace, kind_of
 from gpu_shapes import SHAPES, draw_lengths, lengths_of_about, prompt_token_ids, random_batch
 from gpu_work import flops_of, packing_of
 
@@ -94,6 +94,24 @@ def test_packing_figures():
 def test_covered_counts_overlaps_once():
     assert covered([(5, 6), (0, 2), (1, 3), (1.5, 1.7)]) == 4
     assert covered([]) == 0
+
+
+def test_a_trace_gives_busy_time_kernels_and_waits():
+    gemm = {"cat": "kernel", "name": "nvjet_gemm"}
+    events = [
+        gemm | {"ts": 0.0, "dur": 30.0},
+        gemm | {"ts": 50.0, "dur": 10.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 55.0, "dur": 10.0},
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 0.0, "dur": 5.0},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 5.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = from_trace(events, wall_seconds=1e-4)
+    assert found.busy_seconds == pytest.approx(45e-6)
+    assert found.host_waits == {"cudaStreamSynchronize": 1}
+    assert found.num_kernels == 3
+    kinds = {kind: kernel.seconds for kind, kernel in found.by_kind().items()}
+    assert kinds == pytest.approx({"gemm": 40e-6, "copy": 10e-6})
 
 
 @pytest.mark.parametrize(

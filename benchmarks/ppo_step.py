@@ -1,0 +1,301 @@
+"""The whole PPO step, phase by phase, against the sum of its parts measured alone.
+
+    python benchmarks/ppo_step.py --shape llama-3.2-1b --prompts 256 --steps 2
+    python benchmarks/ppo_step.py --shape tiny --device cpu --prompts 4 --micro-batch-tokens 256
+
+A run of the trainer with actor, critic, reference and vLLM on one GPU; random weights, prompts and
+response lengths of the realistic spread (gpu_shapes.py), a reward that costs nothing. The first
+step is not counted. Then, in the same process, on the same lengths, the four parts alone:
+
+  rollout     bare vllm.LLM.generate, the sampled tokens' log-probs with it
+  passes      log-probs of actor and reference, values
+  updates     of critic and actor
+  reshard     sleep, wake, weight sync, wake
+
+Figures are medians over the counted steps, and over the rounds of the parts.
+"""
+
+import argparse
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from gpu_engine import BareVllm, fix_lengths
+from gpu_machine import dense_tflops, describe, join, print_header, seconds_of
+from gpu_roles import LEARNING_RATE
+from gpu_shapes import SHAPES, Lengths, Shape, draw_lengths, prompt_token_ids, random_batch
+from ppo_step_files import write_model, write_prompts, write_reward
+
+from rlhf_megatron.config import Config
+from rlhf_megatron.distributed.seeds import seed_everything
+from rlhf_megatron.distributed.start import DistributedContext, finish, release_cached_memory
+from rlhf_megatron.observability.ledger import PhaseLedger
+from rlhf_megatron.observability.logs import setup_logging
+from rlhf_megatron.ppo import PpoStep
+from rlhf_megatron.role_ranks import role_placement
+from rlhf_megatron.run_folder import open_run_folder
+from rlhf_megatron.stopping import StopAgreement
+from rlhf_megatron.trainer import Trainer
+from rlhf_megatron.validation import load_and_validate
+
+PARTS = {
+    "rollout": ("rollout",),
+    "passes": ("log_prob", "ref_log_prob", "value"),
+    "updates": ("update_critic", "update_actor"),
+    "reshard": ("sleep", "reshard"),
+}
+"""Part -> the phases of a step that do its work."""
+OTHER_PHASES = ("reward", "advantage")
+
+
+def write_config(options: argparse.Namespace, *, shape: Shape, folder: Path, on_gpu: bool) -> Path:
+    """The run's YAML file."""
+    precision = options.precision or ("bf16" if on_gpu else "fp32")
+    samples = options.prompts * options.responses_per_prompt
+    role = {"precision": precision, "layer_spec": options.layer_spec}
+    trained = role | {"recompute": {"granularity": options.recompute}}
+    text = {
+        "run": {"output_dir": str(folder / "run"), "steps": options.steps + 1},
+        "data": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "shuffle": False,
+            "add_bos": "no",
+        },
+        "actor": trained
+        | {"model": str(folder / "model"), "optimizer": {"learning_rate": LEARNING_RATE}},
+        "critic": trained | {"optimizer": {"learning_rate": LEARNING_RATE}},
+        "ref": role,
+        "reward": {"function": f"{folder / 'reward.py'}:reward"},
+        "rollout": {
+            "engine": "vllm",
+            "seed_per": options.seed_per,
+            "prompts_per_step": options.prompts,
+            "responses_per_prompt": options.responses_per_prompt,
+            "max_prompt_tokens": shape.max_prompt_tokens,
+            "max_response_tokens": shape.max_response_tokens,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "max_num_seqs": options.max_num_seqs,
+        },
+        "ppo": {
+            "mini_batch_samples": max(samples // options.updates, 1),
+            "micro_batch_tokens": options.micro_batch_tokens or shape.micro_batch_tokens,
+        },
+        "parity": {"at_start": False, "action": "warn"},
+        "checkpoint": {"interval_steps": 0, "final": False, "resume": "never"},
+        "export": {"final": False},
+        "logging": {"report": False, "sample_responses": 0, "rollouts_interval_steps": 0},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(text))
+    return path
+
+
+def build_trainer(config: Config, *, context: DistributedContext) -> Trainer:
+    """As main.train does."""
+    open_run_folder(config, point=None)
+    setup_logging(config.run.output_dir, rank=context.rank, hide=config.secrets.hide)
+    seed_everything(config.run.seed)
+    placement = role_placement(config, world_size=context.world_size)
+    return Trainer(
+        config,
+        context=context,
+        ledger=PhaseLedger(rank=context.rank, device=context.device, apart=placement.phases_apart),
+        stop=StopAgreement(
+            signals=None, time_limit=None, group=context.job_group, device=context.device
+        ),
+    )
+
+
+def step_seconds(run: Path) -> dict[str, list[float]]:
+    """Phase -> seconds of each step but the first; "step" is the whole one."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    phases = [phase for part in PARTS.values() for phase in part]
+    return {
+        phase: [line.get(f"time/{phase}_seconds", 0.0) for line in lines[1:]]
+        for phase in (*phases, *OTHER_PHASES, "step")
+    }
+
+
+class Alone:
+    """The parts of a step by themselves, with the trainer's own models and engine."""
+
+    def __init__(self, trainer: Trainer, *, prompts: list[tuple[int, ...]], lengths: Lengths):
+        self._trainer, self._device = trainer, trainer.context.device
+        config = trainer.config
+        assert trainer.actor.engine is not None and trainer.weights.engine is not None
+        self._bare = BareVllm(
+            trainer.weights.engine, prompts=prompts, lengths=lengths.responses.tolist()
+        )
+        self._batch = random_batch(lengths, vocab_size=trainer.actor.arch.vocab_size)
+        self._ppo = PpoStep(  # without the trainer's judge of bad steps
+            config.ppo,
+            actor=trainer.ppo.actor,
+            critic=trainer.ppo.critic,
+            ref=trainer.ppo.ref,
+            temperature=config.rollout.temperature,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.run.seed,
+        )
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def round(self, number: int, *, counts: bool) -> None:
+        """Once through all parts, from an engine that is awake to one that is awake."""
+        ppo, batch, weights = self._ppo, self._batch, self._trainer.weights
+        actor, ref = ppo.actor, ppo.ref
+        assert actor is not None and ref is not None
+        plan = ppo.plan(batch, step=number)
+        self._trainer.ledger.start_step(number)
+
+        def log_prob() -> None:
+            batch.response["old_logprobs"] = ppo.log_probs(actor, batch=batch, plan=plan[0])
+
+        def update_actor() -> None:
+            ppo.update_actor(batch, plan=plan, learning_rate=LEARNING_RATE, kl_coefficient=0.0)
+
+        works: dict[str, Callable[[], object]] = {
+            "sleep": weights.sleep,
+            "log_prob": log_prob,
+            "ref_log_prob": lambda: ppo.log_probs(ref, batch=batch, plan=plan[0]),
+            "value": lambda: ppo.values(batch, plan=plan[0]),
+            "update_critic": lambda: ppo.update_critic(
+                batch, plan=plan, learning_rate=LEARNING_RATE
+            ),
+            "update_actor": update_actor,
+            "reshard": lambda: weights.sync(version=number),
+        }
+        release_cached_memory(self._device)
+        with self._bare.ready():
+            found = {"rollout": seconds_of(self._bare.run, device=self._device)}
+        for phase, work in works.items():
+            found[phase] = seconds_of(work, device=self._device)
+        for phase, seconds in found.items():
+            if counts:
+                self.seconds[phase].append(seconds)
+
+
+def table(steps: dict[str, list[float]], *, alone: dict[str, list[float]]) -> str:
+    """Phase by phase, then parts, then the whole."""
+    in_step = {phase: median(seconds) for phase, seconds in steps.items()}
+    by_itself = {phase: median(seconds) for phase, seconds in alone.items()}
+    whole = in_step.pop("step")
+    lines = [f"{'phase':<16}{'in the step s':>14}{'alone s':>10}{'ratio':>8}{'of step':>9}"]
+    for phase, seconds in in_step.items():
+        line = f"{phase:<16}{seconds:>14.3f}"
+        if phase in by_itself:
+            line += f"{by_itself[phase]:>10.3f}{seconds / max(by_itself[phase], 1e-9):>8.2f}"
+        lines.append(line.ljust(48) + f"{seconds / whole:>9.1%}")
+    rest = whole - sum(in_step.values())
+    lines.append(f"{'between phases':<16}{rest:>14.3f}".ljust(48) + f"{rest / whole:>9.1%}")
+    return "\n".join(lines)
+
+
+def ratios(steps: dict[str, list[float]], *, alone: dict[str, list[float]]) -> dict[str, float]:
+    """The step over the sum of the parts, with and without the engine's sleep; and the share of
+    the hand-over in the step."""
+    whole = median(steps["step"])
+    parts = sum(median(seconds) for seconds in alone.values())
+    without_sleep = parts - median(alone["sleep"])
+    hand_over = sum(median(steps[phase]) for phase in PARTS["reshard"])
+    return {
+        "step_seconds": whole,
+        "parts_seconds": parts,
+        "step_to_parts": whole / parts,
+        "step_to_parts_without_sleep": whole / without_sleep,
+        "hand_over_share": hand_over / whole,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--responses-per-prompt", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2, help="counted steps")
+    parser.add_argument("--rounds", type=int, default=1, help="of the parts alone")
+    parser.add_argument("--updates", type=int, default=4, help="optimizer steps a step")
+    parser.add_argument(
+        "--layer-spec", choices=("auto", "local", "transformer_engine"), default="auto"
+    )
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=0, help="default: the shape's (16384)"
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
+    parser.add_argument("--seed-per", choices=("engine", "request"), default="engine")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--override", nargs="*", default=[], metavar="key.path=value")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args()
+
+    context = join(options.device)
+    machine = describe(context.device)
+    shape, responses = SHAPES[options.shape], options.responses_per_prompt
+    print_header(f"ppo_step, {shape.name}", machine=machine)
+    dense = dense_tflops(context.device)
+    lengths = draw_lengths(
+        shape, num_samples=options.prompts * responses, responses_per_prompt=responses
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arch = write_model(shape, folder / "model", device=context.device)
+        prompts = prompt_token_ids(random_batch(lengths, vocab_size=arch.vocab_size))[::responses]
+        write_prompts(folder / "prompts.jsonl", prompts)
+        write_reward(folder / "reward.py")
+        path = write_config(options, shape=shape, folder=folder, on_gpu=context.is_cuda)
+        config = load_and_validate([str(path)], overrides=options.override, world_size=1)
+        release_cached_memory(context.device)
+        trainer = build_trainer(config, context=context)
+        assert trainer.weights.engine is not None
+        fix_lengths(trainer.weights.engine, lengths.responses.tolist())
+        trainer.fit()
+        steps = step_seconds(folder / "run")
+        metrics = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    mean_length = float(lengths.responses.double().mean())
+    assert abs(metrics["response/length_mean"] - mean_length) < 1e-3, "other lengths than asked for"
+    requests = [prompt for prompt in prompts for _ in range(responses)]
+    alone = Alone(trainer, prompts=requests, lengths=lengths)
+    for number in range(options.rounds):
+        alone.round(config.run.steps + 1 + number, counts=True)
+
+    found = ratios(steps, alone=alone.seconds)
+    print(
+        f"  {len(requests)} samples, {int(lengths.totals.sum())} tokens, of them "
+        f"{int(lengths.responses.sum())} in responses; {options.steps} steps counted, parts alone "
+        f"{options.rounds} times; dense product {dense:.4g} TFLOP/s"
+    )
+    print(table(steps, alone=alone.seconds))
+    for part, phases in PARTS.items():
+        one, other = (
+            sum(median(seconds[phase]) for phase in phases) for seconds in (steps, alone.seconds)
+        )
+        print(f"{part:<16}{one:>14.3f}{other:>10.3f}{one / max(other, 1e-9):>8.2f}")
+    print(
+        f"step {found['step_seconds']:.3f} s / its parts alone {found['parts_seconds']:.3f} s: "
+        f"{found['step_to_parts']:.3f} ({found['step_to_parts_without_sleep']:.3f} without the "
+        f"engine's sleep among the parts); sleep, wake and reshard {found['hand_over_share']:.1%} "
+        "of the step"
+    )
+    if options.json is not None:
+        report: dict[str, Any] = found | {
+            "machine": machine,
+            "options": {name: str(value) for name, value in vars(options).items()},
+            "dense_tflops": dense,
+            "steps": steps,
+            "alone": dict(alone.seconds),
+            "last_metrics": metrics,
+        }
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(0)
+
+
+if __name__ == "__main__":
+    main()

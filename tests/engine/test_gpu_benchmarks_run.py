@@ -1,0 +1,73 @@
+"""The benchmarks that are meant for a GPU run on this machine's CPU, with a tiny model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str, *words: str, folder: Path) -> dict:
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    file = folder / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / name), "--shape", "tiny", *words]
+    command += ["--device", "cpu", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
+
+
+def test_train_step(tmp_path):
+    trace = tmp_path / "trace.json"
+    words = ["--micro-batches", "2", "--rounds", "1", "--profile", str(trace)]
+    found = run("train_step.py", *words, folder=tmp_path)
+    assert set(found["works"]) == {"log-prob pass", "actor update", "value pass", "critic update"}
+    for work in found["works"].values():
+        assert work["tokens"] == found["tokens"] <= 2 * 512
+        assert 0 < work["mfu"] <= work["mfu_all_tokens"] < 1.5
+    assert found["packing"]["num_micro_batches"] == 2
+    assert found["packing"]["tokens_max"] <= 512
+    assert found["packing"]["padding_share"] == 0
+    assert found["profile"]["kinds"]["gemm"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_rollout(tmp_path):
+    words = ["--prompts", "2", "--responses-per-prompt", "2", "--rounds", "1"]
+    found = run("rollout.py", *words, folder=tmp_path)
+    assert len(found["seconds"]["engine"]) == len(found["seconds"]["bare vLLM"]) == 1
+    seconds = {way: values[0] for way, values in found["seconds"].items()}
+    assert found["ratio"] == pytest.approx(seconds["bare vLLM"] / seconds["engine"])
+    assert found["response_tokens"] >= 4
+
+
+def test_reshard_gpu(tmp_path):
+    found = run("reshard_gpu.py", "--rounds", "2", folder=tmp_path)
+    # 2 layers of qkv, output, gate and up, down; the tied embedding; norms. Float32.
+    layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256 + 2 * 128
+    assert found["bytes"] == 4 * (2 * layer + 512 * 128 + 128)
+    assert all(len(values) == 2 for values in found["seconds"].values())
+    assert found["ratios"]["sync_to_copy"] > 0
+
+
+def test_vllm_beside(tmp_path):
+    found = run("vllm_beside.py", "--rounds", "1", "--micro-batches", "1", folder=tmp_path)
+    assert {sample["stage"] for sample in found["samples"]} == {
+        "before", "imported", "awake", "asleep",
+    }  # fmt: skip
+    assert all(ratio > 0 for ratio in found["ratios"].values())
+    assert any("VLLM_LOGGING_LEVEL" in line for line in found["changes"])
+
+
+def test_ppo_step(tmp_path):
+    words = ["--prompts", "2", "--responses-per-prompt", "2", "--steps", "1", "--updates", "2"]
+    found = run("ppo_step.py", *words, folder=tmp_path)
+    phases = {p: s[0] for p, s in found["steps"].items() if p != "step"}
+    assert 0 < sum(phases.values()) <= found["step_seconds"] * 1.001
+    assert found["parts_seconds"] == pytest.approx(sum(s[0] for s in found["alone"].values()))
+    assert found["last_metrics"]["step"] == 2
+    assert found["last_metrics"]["ppo/optimizer_steps"] == 2
+    assert found["last_metrics"]["parity/logprob_abs_diff_mean"] < 1e-4
