@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_megatron.batch import RaggedBatch, ragged_ranges
+from rlhf_megatron.batch import RaggedBatch, exclusive_cumsum, ragged_ranges
+from rlhf_megatron.engine.transfer import to_device
 from rlhf_megatron.models.packing import PackedSequences, pack_sequences
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -42,24 +45,45 @@ def make_micro_batch(
     the row over TP ranks) is a sequence of its own. Neither has response tokens.
     """
     rows = torch.as_tensor(list(samples), dtype=torch.int64)
-    part = batch.select(rows)
-    lengths: list[int] = part.lengths.tolist()
-    padding = -sum(lengths) % pad_to_multiple or (pad_to_multiple if not lengths else 0)
-    tokens = torch.cat([part.tokens, torch.zeros(padding, dtype=torch.int64)])
-    response_rows = ragged_ranges(
-        batch.response_cu_seqlens[:-1][rows], batch.response_lengths[rows]
+    lengths, response_lengths = batch.lengths[rows], batch.response_lengths[rows]
+    padding = padding_tokens(int(lengths.sum()), pad_to_multiple=pad_to_multiple)
+    tokens = batch.tokens[ragged_ranges(batch.cu_seqlens[:-1][rows], lengths)]
+    begins = exclusive_cumsum(lengths)
+    state_indices = ragged_ranges(begins[1:] - response_lengths - 1, response_lengths)
+    response_rows = ragged_ranges(batch.response_cu_seqlens[:-1][rows], response_lengths)
+    packed = pack_sequences([*lengths.tolist(), *[padding] * bool(padding)], device=CPU)
+    assert packed.position_ids is not None
+    moved = to_device(
+        {
+            "tokens": F.pad(tokens, (0, padding))[None],
+            "cu_seqlens": packed.cu_seqlens_q,
+            "position_ids": packed.position_ids,
+            "state_indices": state_indices,
+            "targets": tokens[state_indices + 1],
+            "last_indices": begins[1:] - 1,
+            "response_lengths": response_lengths,
+            **{name: batch.response[name][response_rows] for name in fields},
+        },
+        device=device,
     )
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = moved.pop("cu_seqlens")
+    packed.position_ids = moved.pop("position_ids")
     return MicroBatch(
-        tokens=tokens[None].to(device),
-        packed=pack_sequences([*lengths, padding] if padding else lengths, device=device),
-        state_indices=part.state_indices.to(device),
-        targets=part.tokens[part.response_indices].to(device),
-        last_indices=part.last_indices.to(device),
-        response_lengths=part.response_lengths.to(device),
-        fields={name: part.response[name].to(device) for name in fields},
+        tokens=moved.pop("tokens"),
+        packed=packed,
+        state_indices=moved.pop("state_indices"),
+        targets=moved.pop("targets"),
+        last_indices=moved.pop("last_indices"),
+        response_lengths=moved.pop("response_lengths"),
+        fields=moved,
         response_rows=response_rows,
         sample_rows=rows,
     )
+
+
+def padding_tokens(num_tokens: int, *, pad_to_multiple: int) -> int:
+    """How many follow the tokens of a micro-batch's samples: to a multiple, and not to 0."""
+    return -num_tokens % pad_to_multiple or (0 if num_tokens else pad_to_multiple)
 
 
 def equal_micro_batches(
