@@ -55,8 +55,14 @@ class Update:
     """From 1."""
     count: int
     """How many the step has."""
-    batch: RaggedBatch
-    """Its mini-batch."""
+    step_batch: RaggedBatch
+    samples: Sequence[int]
+    """Those of the step's batch that it is made from."""
+
+    @property
+    def batch(self) -> RaggedBatch:
+        """Its mini-batch: a copy, made when asked for."""
+        return self.step_batch.select(list(self.samples))
 
 
 class UpdateGuard(Protocol):
@@ -381,7 +387,7 @@ class PpoStep:
 
             def takes(result: StepResult, number: int = number, mini: MiniBatch = mini) -> bool:
                 update = Update(
-                    role=role, number=number, count=len(minis), batch=batch.select(mini)
+                    role=role, number=number, count=len(minis), step_batch=batch, samples=mini
                 )
                 return self._guard.takes(result, update=update)
 

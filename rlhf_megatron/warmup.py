@@ -55,7 +55,7 @@ class SupervisedWarmup:
     def _loss(self, hidden: Tensor, micro: MicroBatch) -> LossResult:
         found = self._actor.log_probs(hidden, micro_batch=micro, temperature=1.0)
         loss = -found.logprobs.sum()
-        count = torch.tensor(len(found.logprobs), device=loss.device)
+        count = torch.full((), len(found.logprobs), device=loss.device)
         return LossResult(
             loss_sum=loss,
             count=count,

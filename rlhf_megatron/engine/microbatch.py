@@ -1,6 +1,6 @@
 """Micro-batches: packed samples with all that a forward pass and a loss need, on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor
 from rlhf_megatron.batch import RaggedBatch, exclusive_cumsum, ragged_ranges
 from rlhf_megatron.engine.transfer import to_device
 from rlhf_megatron.models.packing import PackedSequences, pack_sequences
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -51,13 +49,11 @@ def make_micro_batch(
     begins = exclusive_cumsum(lengths)
     state_indices = ragged_ranges(begins[1:] - response_lengths - 1, response_lengths)
     response_rows = ragged_ranges(batch.response_cu_seqlens[:-1][rows], response_lengths)
-    packed = pack_sequences([*lengths.tolist(), *[padding] * bool(padding)], device=CPU)
-    assert packed.position_ids is not None
+    packed, offsets = _described([*lengths.tolist(), *[padding] * bool(padding)])
     moved = to_device(
         {
             "tokens": F.pad(tokens, (0, padding))[None],
-            "cu_seqlens": packed.cu_seqlens_q,
-            "position_ids": packed.position_ids,
+            **offsets,
             "state_indices": state_indices,
             "targets": tokens[state_indices + 1],
             "last_indices": begins[1:] - 1,
@@ -66,11 +62,9 @@ def make_micro_batch(
         },
         device=device,
     )
-    packed.cu_seqlens_q = packed.cu_seqlens_kv = moved.pop("cu_seqlens")
-    packed.position_ids = moved.pop("position_ids")
     return MicroBatch(
         tokens=moved.pop("tokens"),
-        packed=packed,
+        packed=_placed(packed, offsets={name: moved.pop(name) for name in offsets}),
         state_indices=moved.pop("state_indices"),
         targets=moved.pop("targets"),
         last_indices=moved.pop("last_indices"),
@@ -79,6 +73,19 @@ def make_micro_batch(
         response_rows=response_rows,
         sample_rows=rows,
     )
+
+
+def _described(lengths: Sequence[int]) -> tuple[PackedSequences, dict[str, Tensor]]:
+    """The sequences in a row, and what of that goes to the device, for `_placed`."""
+    packed = pack_sequences(lengths, device=torch.device("cpu"))
+    assert packed.position_ids is not None
+    return packed, {"cu_seqlens": packed.cu_seqlens_q, "position_ids": packed.position_ids}
+
+
+def _placed(packed: PackedSequences, *, offsets: Mapping[str, Tensor]) -> PackedSequences:
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = offsets["cu_seqlens"]
+    packed.position_ids = offsets["position_ids"]
+    return packed
 
 
 def padding_tokens(num_tokens: int, *, pad_to_multiple: int) -> int:
@@ -104,12 +111,11 @@ def _padded(micro_batch: MicroBatch, *, num_tokens: int) -> MicroBatch:
         return micro_batch
     full, rest = divmod(missing, micro_batch.packed.max_seqlen_q)
     padding = [micro_batch.packed.max_seqlen_q] * full + [rest] * bool(rest)
+    packed, offsets = _described([*micro_batch.packed.lengths, *padding])
     return replace(
         micro_batch,
         tokens=F.pad(micro_batch.tokens, (0, missing)),
-        packed=pack_sequences(
-            [*micro_batch.packed.lengths, *padding], device=micro_batch.tokens.device
-        ),
+        packed=_placed(packed, offsets=to_device(offsets, device=micro_batch.tokens.device)),
     )
 
 
