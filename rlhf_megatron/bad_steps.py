@@ -122,7 +122,8 @@ class BadSteps:
         if not wrong:
             return True
         self._check_weights(f"in step {self._step}, before its updates", "")
-        update = Update(role=WHOLE_STEP, number=0, count=0, batch=batch)
+        everything = range(len(batch))
+        update = Update(role=WHOLE_STEP, number=0, count=0, step_batch=batch, samples=everything)
         reason = f"the batch holds {wrong}, though the weights are finite"
         self._found(reason, phase="value", place="outputs", update=update)
         return False

@@ -117,6 +117,12 @@ class RaggedBatch:
         stop = int(self.cu_seqlens[index + 1])
         return self.tokens[stop - int(self.response_lengths[index]) : stop].tolist()
 
+    def responses(self, indices: Sequence[int]) -> list[list[int]]:
+        """`response_tokens` of many samples, their offsets found once."""
+        stops = self.cu_seqlens[1:].tolist()
+        lengths = self.response_lengths.tolist()
+        return [self.tokens[stops[i] - lengths[i] : stops[i]].tolist() for i in indices]
+
     def select(self, indices: Sequence[int] | Tensor) -> "RaggedBatch":
         """The samples at `indices`, in that order, with all their fields."""
         rows = torch.as_tensor(indices, dtype=torch.int64)

@@ -20,7 +20,7 @@ from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.faults_config import FaultsConfig
 from rlhf_megatron.loader import Loaded, load
 from rlhf_megatron.models.config import ActorConfig, CriticConfig, ReferenceConfig
-from rlhf_megatron.observability.config import LoggingConfig
+from rlhf_megatron.observability.config import LoggingConfig, ProfileConfig
 from rlhf_megatron.placement_config import PipelineConfig, apply_placement
 from rlhf_megatron.reshard.config import ParityConfig, ReshardConfig
 from rlhf_megatron.rewards.config import RewardConfig
@@ -82,6 +82,7 @@ class Config:
     faults: FaultsConfig = items(FaultsConfig)
     doctor: DoctorConfig = items(DoctorConfig)
     logging: LoggingConfig = items(LoggingConfig)
+    profile: ProfileConfig = items(ProfileConfig)
     distributed: DistributedConfig = items(DistributedConfig)
 
     def __post_init__(self) -> None:

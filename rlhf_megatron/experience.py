@@ -185,7 +185,7 @@ class ExperienceMaker:
         self, rollouts: Rollouts, *, failed: list[ScoringFailure], counts: dict[str, float]
     ) -> Experience:
         """What `score` returned, from a batch with its rewards, NaN where a sample was dropped."""
-        rows = self._rows(rollouts.batch, by_id=rollouts.by_id)
+        rows = self._rows(rollouts)
         merged = _Merged(failed=failed, counts=counts, rows=rows)
         return self._judged(rollouts, merged=merged)
 
@@ -259,14 +259,18 @@ class ExperienceMaker:
     def _samples(self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]) -> list[ScoringInput]:
         """What this rank is to score."""
         samples = []
-        for index in self._share(batch):
-            row = by_id[int(batch.sample["prompt_ids"][index])]
+        share = self._share(batch)
+        prompt_ids, sample_indices = (
+            batch.sample[name].tolist() for name in ("prompt_ids", "sample_indices")
+        )
+        for index, tokens in zip(share, batch.responses(share), strict=True):
+            row = by_id[prompt_ids[index]]
             samples.append(
                 ScoringInput(
                     prompt=row.text,
-                    response=self._tokenizer.decode(batch.response_tokens(index)),
+                    response=self._tokenizer.decode(tokens),
                     prompt_id=row.prompt_id,
-                    sample_index=int(batch.sample["sample_indices"][index]),
+                    sample_index=sample_indices[index],
                     fields=row.fields,
                     messages=row.messages,
                 )
@@ -303,7 +307,7 @@ class ExperienceMaker:
         return _Merged(
             failed=gather_lists(own.failed if own is not None else [], group=self._group),
             counts=self._gather_counts(),
-            rows=self._rows(batch, by_id=rollouts.by_id),
+            rows=self._rows(rollouts),
         )
 
     def _gather_counts(self) -> dict[str, float]:
@@ -317,22 +321,37 @@ class ExperienceMaker:
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def _rows(self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]) -> list[RolloutRow]:
+    def _rows(self, rollouts: Rollouts) -> list[RolloutRow]:
         """What a person reads of the step, dropped samples included; texts on rank 0 only."""
         if dist.get_rank() != 0:
             return []
+        batch, by_id = rollouts.batch, rollouts.by_id
+        texts = self._texts(rollouts)
+        prompt_tokens, response_tokens = (
+            lengths.tolist() for lengths in (batch.prompt_lengths, batch.response_lengths)
+        )
         sample = {name: values.tolist() for name, values in batch.sample.items()}
         return [
             RolloutRow(
                 prompt=by_id[sample["prompt_ids"][i]].text,
-                response=self._tokenizer.decode(batch.response_tokens(i)),
+                response=texts[i],
                 reward=None if math.isnan(sample["rewards"][i]) else sample["rewards"][i],
                 truncated=bool(sample["truncated"][i]),
-                prompt_tokens=int(batch.prompt_lengths[i]),
-                response_tokens=int(batch.response_lengths[i]),
+                prompt_tokens=prompt_tokens[i],
+                response_tokens=response_tokens[i],
                 prompt_id=sample["prompt_ids"][i],
                 sample_index=sample["sample_indices"][i],
                 weight_version=sample["weight_versions"][i],
             )
             for i in range(len(batch))
         ]
+
+    def _texts(self, rollouts: Rollouts) -> dict[int, str]:
+        """Every sample's response: what this rank has decoded for its scorer (nothing yet where the
+        rollout was restored), and the others."""
+        batch, share = rollouts.batch, self._share(rollouts.batch)
+        texts = {i: given.response for i, given in zip(share, rollouts.samples, strict=False)}
+        others = [i for i in range(len(batch)) if i not in texts]
+        for index, tokens in zip(others, batch.responses(others), strict=True):
+            texts[index] = self._tokenizer.decode(tokens)
+        return texts

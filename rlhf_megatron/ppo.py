@@ -30,7 +30,13 @@ from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import LossResult, ModelEngine, StepResult
 from rlhf_megatron.joint_loss import joint_loss
-from rlhf_megatron.micro_batches import micro_batches_of
+from rlhf_megatron.micro_batches import (
+    Packing,
+    PackingFigures,
+    micro_batches_of,
+    pack_samples,
+    packing_metrics,
+)
 
 POLICY_FIELDS: tuple[str, ...] = ("old_logprobs", "advantages", "loss_mask")
 VALUE_FIELDS = ("values", "returns", "loss_mask")
@@ -49,8 +55,14 @@ class Update:
     """From 1."""
     count: int
     """How many the step has."""
-    batch: RaggedBatch
-    """Its mini-batch."""
+    step_batch: RaggedBatch
+    samples: Sequence[int]
+    """Those of the step's batch that it is made from."""
+
+    @property
+    def batch(self) -> RaggedBatch:
+        """Its mini-batch: a copy, made when asked for."""
+        return self.step_batch.select(list(self.samples))
 
 
 class UpdateGuard(Protocol):
@@ -80,6 +92,8 @@ class UpdateReport:
     """Those that were taken."""
     mini_batches: list[MiniBatch] = field(default_factory=list)
     """The samples of each optimizer step that was taken."""
+    packings: list[PackingFigures] = field(default_factory=list)
+    """Of all gradients, taken or not."""
     stopped_early: bool = False
 
     def metrics(self) -> dict[str, float]:
@@ -89,6 +103,9 @@ class UpdateReport:
             values = [step.metrics[name] for step in self.steps]
             result[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         return result
+
+    def packing_metrics(self, role: str) -> dict[str, float]:
+        return packing_metrics(self.packings, role=role)
 
     @property
     def grad_norm(self) -> float:
@@ -149,7 +166,7 @@ class PpoStep:
             return {"logprobs": (found.logprobs, micro.response_rows)}
 
         found = engine.infer(
-            [m for mini in plan for m in self._micro_batches(engine, batch, mini, fields=())],
+            self._micro_batches(engine, batch, plan),
             outputs=outputs,
             sizes={"logprobs": batch.num_response_tokens},
         )
@@ -171,7 +188,7 @@ class PpoStep:
             }
 
         return actor.infer(
-            [m for mini in plan for m in self._micro_batches(actor, batch, mini, fields=())],
+            self._micro_batches(actor, batch, plan),
             outputs=outputs,
             sizes={
                 "logprobs": batch.num_response_tokens,
@@ -187,7 +204,7 @@ class PpoStep:
         critic = self.critic
         assert critic is not None, "the values come with the log-probs"
         return critic.infer(
-            [m for mini in plan for m in self._micro_batches(critic, batch, mini, fields=())],
+            self._micro_batches(critic, batch, plan),
             outputs=lambda output, micro: _value_outputs(output[:, 0], micro),
             sizes={"values": batch.num_response_tokens, "last": len(batch)},
         )
@@ -370,12 +387,14 @@ class PpoStep:
 
             def takes(result: StepResult, number: int = number, mini: MiniBatch = mini) -> bool:
                 update = Update(
-                    role=role, number=number, count=len(minis), batch=batch.select(mini)
+                    role=role, number=number, count=len(minis), step_batch=batch, samples=mini
                 )
                 return self._guard.takes(result, update=update)
 
+            packing = self._pack(engine, batch, mini)
+            report.packings.append(packing.figures)
             result = engine.train_step(
-                self._micro_batches(engine, batch, mini, fields=fields),
+                micro_batches_of(engine, batch=batch, packing=packing, fields=fields),
                 loss=loss,
                 learning_rate=learning_rate,
                 takes=takes,
@@ -390,22 +409,26 @@ class PpoStep:
                 break
         return report
 
-    def _micro_batches(
-        self,
-        engine: ModelEngine,
-        batch: RaggedBatch,
-        mini_batch: MiniBatch,
-        *,
-        fields: Sequence[str],
-    ) -> list[MicroBatch]:
-        return micro_batches_of(
+    def _pack(self, engine: ModelEngine, batch: RaggedBatch, mini_batch: MiniBatch) -> Packing:
+        return pack_samples(
             engine,
             batch=batch,
             samples=mini_batch,
-            fields=fields,
             micro_batch_tokens=self._config.micro_batch_tokens,
             micro_batch_samples=self._config.micro_batch_samples,
         )
+
+    def _micro_batches(
+        self, engine: ModelEngine, batch: RaggedBatch, plan: Sequence[MiniBatch]
+    ) -> list[MicroBatch]:
+        """Of all mini-batches, for a pass without gradients."""
+        return [
+            micro_batch
+            for mini in plan
+            for micro_batch in micro_batches_of(
+                engine, batch=batch, packing=self._pack(engine, batch, mini), fields=()
+            )
+        ]
 
     def _kl_metrics(self, batch: RaggedBatch) -> dict[str, float]:
         """kl/mean: mean over responses with a valid token of the summed log-ratio, in nats."""

@@ -7,6 +7,7 @@ from rlhf_megatron.config import Config, plain_config
 from rlhf_megatron.experience import Experience
 from rlhf_megatron.observability.console import BeforeAfterLine, Console, SampleLine
 from rlhf_megatron.observability.metrics import MetricsWriter
+from rlhf_megatron.observability.profiler import PROFILE_FOLDER
 from rlhf_megatron.observability.report import report_at_end
 from rlhf_megatron.observability.rollouts import RolloutRow, write_rollouts
 from rlhf_megatron.observability.trace import trace_at_end
@@ -121,6 +122,10 @@ def _where_to_look(
         lines.append("  report.html       the run in charts, for a browser")
     if has_trace:
         lines.append("  trace.json        every rank's phases on a timeline, for ui.perfetto.dev")
+    if (folder / PROFILE_FOLDER).is_dir():
+        lines.append(
+            "  profile/          operators and kernels of profile.steps, for ui.perfetto.dev"
+        )
     lines.append("  rollouts/         every sampled response with its reward")
     if evaluations.best_step:
         lines.append(

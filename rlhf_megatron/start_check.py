@@ -108,4 +108,4 @@ def _answers(
     if engine is None:
         return []
     batch = engine.generate(prompts, sampling=sampling, step=0)
-    return [batch.response_tokens(i) for i in range(len(batch))]
+    return batch.responses(range(len(batch)))

@@ -249,12 +249,14 @@ class TrainingStep:
         critic, actor = updates.critic, updates.actor
         found: dict[str, float] = {}
         if not self._is_shared:
-            found = critic.metrics() | {
+            found = critic.metrics() | critic.packing_metrics("critic")
+            found |= {
                 "grad_norm/critic": critic.grad_norm,
                 "lr/critic": self._rate("critic", step=step),
             }
         if step >= self._first_actor_step:
-            found |= actor.metrics() | {
+            found |= actor.metrics() | actor.packing_metrics("actor")
+            found |= {
                 "grad_norm/actor": actor.grad_norm,
                 "lr/actor": self._rate("actor", step=step),
                 "ppo/stopped_early": float(actor.stopped_early),

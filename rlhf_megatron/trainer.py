@@ -36,6 +36,7 @@ from rlhf_megatron.observability.ledger import (
     append_ledger,
     merge_ledgers,
 )
+from rlhf_megatron.observability.profiler import watch_phases
 from rlhf_megatron.offloading import Offloader, offloaded_kinds
 from rlhf_megatron.pipelined_step import InFlight, PipelinedStep
 from rlhf_megatron.placed_role import PlacedRole
@@ -79,6 +80,7 @@ class Trainer:
         self.folder, self.say = self.output.folder, self.output.say
         ledger.start_step(0)
         self.offload = Offloader(config, device=context.device, ledger=ledger)
+        watch_phases(ledger, config=config.profile, output_dir=self.folder, device=context.device)
         ledger.listeners += [self.output.console, self.offload]
         architectures = read_architectures(config)
         # Before anything slow: vLLM may be missing, or not know an argument.

@@ -18,7 +18,7 @@ from rlhf_megatron.layout.parallel import DIMENSIONS, parse_ranks
 from rlhf_megatron.layout.remote_code import refused_code
 from rlhf_megatron.loader import show
 from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
-from rlhf_megatron.observability.config import refused_trace_steps
+from rlhf_megatron.observability.config import refused_profile, refused_trace_steps
 from rlhf_megatron.placement_config import placed_by, ranks_key
 from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
@@ -99,6 +99,7 @@ def validate(config: Config, *, world_size: int) -> list[str]:
         *_reward(config),
         *refused_phase_limits(config.faults.phase_limits),
         *refused_trace_steps(config.logging),
+        *refused_profile(config.profile, world_size=world_size),
     ]
     return problems
 

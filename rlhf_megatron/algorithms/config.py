@@ -54,8 +54,9 @@ class PpoConfig:
     prompts_per_step x responses_per_prompt. Default 64."""
 
     micro_batch_tokens: int = number(16384, minimum=1)
-    """Packed tokens, prompts included, in one forward and backward pass of a data-parallel rank. A
-    longer sequence makes a micro-batch of its own. Changes memory and speed, never the gradient."""
+    """Most packed tokens, prompts included, in one forward and backward pass of a data-parallel
+    rank. As few micro-batches as these allow get about equally many. A longer sequence makes a
+    micro-batch of its own. Changes memory and speed, never the gradient. Default 16384."""
 
     micro_batch_samples: int = number(0, minimum=0)
     """Largest number of sequences in a micro-batch; 0 (default) sets no such limit."""

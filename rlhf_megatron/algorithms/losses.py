@@ -182,7 +182,9 @@ def _policy_metrics(
     }
     for name, values in per_token.items():
         metrics.add_mean(name, total=parts.over_tokens(values.double()), count=parts.num_tokens)
-    metrics.add_maximum("ppo/ratio_max", values=ratio[parts.valid])
+    # Not ratio[valid]: the host would wait for the device to learn how many there are.
+    kept = torch.where(parts.valid, ratio, torch.zeros_like(ratio))
+    metrics.add_maximum("ppo/ratio_max", values=kept)
 
 
 def value_loss(

@@ -19,8 +19,8 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int = number(1, minimum=1)
     """Model chunks per pipeline stage: the interleaved schedule, with smaller bubbles and more
     messages. Above 1 needs pipeline_model_parallel_size > 1, and layers that the product of the
-    two divides; micro-batches are padded to one length, and filled up with empty ones to a
-    multiple of the stages. Default 1."""
+    two divides; samples are packed into a multiple of the stages of micro-batches, which are
+    padded to one length. Default 1."""
 
     context_parallel_size: int = number(1, minimum=1)
     """Ranks that share one sequence. Only 1 is supported so far; more is refused by name."""

@@ -1,13 +1,14 @@
 """Micro-batches: packed samples with all that a forward pass and a loss need, on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_megatron.batch import RaggedBatch, ragged_ranges
+from rlhf_megatron.batch import RaggedBatch, exclusive_cumsum, ragged_ranges
+from rlhf_megatron.engine.transfer import to_device
 from rlhf_megatron.models.packing import PackedSequences, pack_sequences
 
 
@@ -42,24 +43,54 @@ def make_micro_batch(
     the row over TP ranks) is a sequence of its own. Neither has response tokens.
     """
     rows = torch.as_tensor(list(samples), dtype=torch.int64)
-    part = batch.select(rows)
-    lengths: list[int] = part.lengths.tolist()
-    padding = -sum(lengths) % pad_to_multiple or (pad_to_multiple if not lengths else 0)
-    tokens = torch.cat([part.tokens, torch.zeros(padding, dtype=torch.int64)])
-    response_rows = ragged_ranges(
-        batch.response_cu_seqlens[:-1][rows], batch.response_lengths[rows]
+    lengths, response_lengths = batch.lengths[rows], batch.response_lengths[rows]
+    padding = padding_tokens(int(lengths.sum()), pad_to_multiple=pad_to_multiple)
+    tokens = batch.tokens[ragged_ranges(batch.cu_seqlens[:-1][rows], lengths)]
+    begins = exclusive_cumsum(lengths)
+    state_indices = ragged_ranges(begins[1:] - response_lengths - 1, response_lengths)
+    response_rows = ragged_ranges(batch.response_cu_seqlens[:-1][rows], response_lengths)
+    packed, offsets = _described([*lengths.tolist(), *[padding] * bool(padding)])
+    moved = to_device(
+        {
+            "tokens": F.pad(tokens, (0, padding))[None],
+            **offsets,
+            "state_indices": state_indices,
+            "targets": tokens[state_indices + 1],
+            "last_indices": begins[1:] - 1,
+            "response_lengths": response_lengths,
+            **{name: batch.response[name][response_rows] for name in fields},
+        },
+        device=device,
     )
     return MicroBatch(
-        tokens=tokens[None].to(device),
-        packed=pack_sequences([*lengths, padding] if padding else lengths, device=device),
-        state_indices=part.state_indices.to(device),
-        targets=part.tokens[part.response_indices].to(device),
-        last_indices=part.last_indices.to(device),
-        response_lengths=part.response_lengths.to(device),
-        fields={name: part.response[name].to(device) for name in fields},
+        tokens=moved.pop("tokens"),
+        packed=_placed(packed, offsets={name: moved.pop(name) for name in offsets}),
+        state_indices=moved.pop("state_indices"),
+        targets=moved.pop("targets"),
+        last_indices=moved.pop("last_indices"),
+        response_lengths=moved.pop("response_lengths"),
+        fields=moved,
         response_rows=response_rows,
         sample_rows=rows,
     )
+
+
+def _described(lengths: Sequence[int]) -> tuple[PackedSequences, dict[str, Tensor]]:
+    """The sequences in a row, and what of that goes to the device, for `_placed`."""
+    packed = pack_sequences(lengths, device=torch.device("cpu"))
+    assert packed.position_ids is not None
+    return packed, {"cu_seqlens": packed.cu_seqlens_q, "position_ids": packed.position_ids}
+
+
+def _placed(packed: PackedSequences, *, offsets: Mapping[str, Tensor]) -> PackedSequences:
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = offsets["cu_seqlens"]
+    packed.position_ids = offsets["position_ids"]
+    return packed
+
+
+def padding_tokens(num_tokens: int, *, pad_to_multiple: int) -> int:
+    """How many follow the tokens of a micro-batch's samples: to a multiple, and not to 0."""
+    return -num_tokens % pad_to_multiple or (0 if num_tokens else pad_to_multiple)
 
 
 def equal_micro_batches(
@@ -80,12 +111,11 @@ def _padded(micro_batch: MicroBatch, *, num_tokens: int) -> MicroBatch:
         return micro_batch
     full, rest = divmod(missing, micro_batch.packed.max_seqlen_q)
     padding = [micro_batch.packed.max_seqlen_q] * full + [rest] * bool(rest)
+    packed, offsets = _described([*micro_batch.packed.lengths, *padding])
     return replace(
         micro_batch,
         tokens=F.pad(micro_batch.tokens, (0, missing)),
-        packed=pack_sequences(
-            [*micro_batch.packed.lengths, *padding], device=micro_batch.tokens.device
-        ),
+        packed=_placed(packed, offsets=to_device(offsets, device=micro_batch.tokens.device)),
     )
 
 

@@ -170,12 +170,12 @@ class ModelEngine:
         result holds, for each name of `sizes`, a float32 CPU tensor of that length with the values
         of all replicas in place.
         """
-        buffers = {name: torch.zeros(n, device=self.device) for name, n in sizes.items()}
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in sizes}
 
         def collect(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
             if self.model.groups.coordinates.tp == 0:
                 for name, (values, rows) in outputs(output, micro_batch).items():
-                    buffers[name][rows.to(self.device)] = values.float()
+                    found[name].append((values.float(), rows))
             elif self.model.head != VALUE_HEAD:
                 outputs(output, micro_batch)  # its collectives span the TP ranks
             return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device), {}
@@ -185,6 +185,11 @@ class ModelEngine:
             module.eval()
         with torch.no_grad():
             self._run(micro_batches, collect, forward_only=True)
+        buffers = {name: torch.zeros(n, device=self.device) for name, n in sizes.items()}
+        for name, pieces in found.items():
+            if pieces:  # put in place at the end: a copy of rows waits for all that was asked for
+                values, rows = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+                buffers[name][rows.to(self.device)] = values
         for buffer in buffers.values():
             dist.all_reduce(buffer, group=self.model.groups.everyone)
         return {name: buffer.cpu() for name, buffer in buffers.items()}

@@ -57,6 +57,30 @@ class LoggingConfig:
     the device's known rate; on a CPU it is measured by a matrix product at the start."""
 
 
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """Traces of what the CPU and the GPU did in single steps, by PyTorch's profiler."""
+
+    steps: list[int] = items()
+    """Steps that are traced, such as [3]. Empty (default): none. They take longer and need host
+    memory; the first step of a run is not like the others."""
+
+    ranks: list[int] = items(lambda: [0])
+    """Ranks that write RUN/profile/step_N_rank_M.json.gz of them. Default [0]."""
+
+
+def refused_profile(config: ProfileConfig, *, world_size: int) -> list[str]:
+    """Problems of `profile`."""
+    problems = []
+    if any(step < 1 for step in config.steps):
+        problems.append(f"profile.steps={config.steps}: steps count from 1")
+    if any(not 0 <= rank < world_size for rank in config.ranks):
+        problems.append(
+            f"profile.ranks={config.ranks}: this run has the ranks 0 to {world_size - 1}"
+        )
+    return problems
+
+
 def parse_steps(text: str) -> list[range] | None:
     """ "1-20,500" -> [range(1, 21), range(500, 501)]; "all" -> None; "" -> []. Ascending.
 

@@ -71,18 +71,23 @@ def matmul_parameters(architecture: ArchitectureNumbers) -> int:
     return a.num_layers * (query_and_output + key_and_value + mlp) + a.hidden_size * a.output_size
 
 
-def forward_flops(architecture: ArchitectureNumbers, *, sequence_lengths: Iterable[int]) -> int:
-    """FLOPs of one forward pass over the sequences (tokens, prompts included).
+def sequence_flops(
+    architecture: ArchitectureNumbers, *, sequence_lengths: Iterable[int]
+) -> list[int]:
+    """FLOPs of one forward pass over each of the sequences (tokens, prompts included).
 
     2 per matrix parameter and token, and in each layer 2 * s^2 * heads * head_dim for a sequence of
     s tokens: scores and weighted sum at 2 * s^2 each, halved by the causal mask.
     """
     a = architecture
-    lengths = list(sequence_lengths)
-    dense = _MULTIPLY_ADD * matmul_parameters(a) * sum(lengths)
-    squares = sum(length * length for length in lengths)
-    attention = _MULTIPLY_ADD * squares * a.num_attention_heads * a.head_dim
-    return dense + a.num_layers * attention
+    dense = _MULTIPLY_ADD * matmul_parameters(a)
+    attention = _MULTIPLY_ADD * a.num_layers * a.num_attention_heads * a.head_dim
+    return [(dense + attention * length) * length for length in sequence_lengths]
+
+
+def forward_flops(architecture: ArchitectureNumbers, *, sequence_lengths: Iterable[int]) -> int:
+    """FLOPs of one forward pass over all the sequences (`sequence_flops`)."""
+    return sum(sequence_flops(architecture, sequence_lengths=sequence_lengths))
 
 
 def training_flops(architecture: ArchitectureNumbers, *, sequence_lengths: Iterable[int]) -> int:

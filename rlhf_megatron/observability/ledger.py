@@ -85,6 +85,14 @@ class PhaseListener(Protocol):
         """The phase is over. Not called where an exception ended it."""
 
 
+class StepListener(Protocol):
+    """Called before a step's clock starts and after its records are closed."""
+
+    def step_started(self, step: int) -> None: ...
+
+    def step_finished(self, step: int) -> None: ...
+
+
 class CommunicationLedger:
     """Bytes, calls and seconds of this rank's transfers, by phase, purpose and collective."""
 
@@ -226,6 +234,7 @@ class PhaseLedger:
         self.joint_listeners: list[PhaseListener] = []
         """Called after the others, and in phases that all ranks enter only: they may talk to the
         other ranks."""
+        self.step_listeners: list[StepListener] = []
         self.communication = CommunicationLedger()
         self._inside = False
         self._device = device
@@ -247,6 +256,8 @@ class PhaseLedger:
             self._records = []
         self._is_between_steps = False
         self.communication.take(step=step, rank=self.rank)
+        for listener in self.step_listeners:
+            listener.step_started(step)
         self._step_started = _Moment.now()
         self._step_entry = memory_use(self._device)
 
@@ -318,6 +329,8 @@ class PhaseLedger:
         )
         records, self._records = self._records, []
         self._is_between_steps = True
+        for listener in self.step_listeners:
+            listener.step_finished(self.step)
         return StepLedger(records, self.communication.take(step=self.step, rank=self.rank))
 
     @property

@@ -23,6 +23,8 @@ METRIC_KEYS = set(
     time/reshard_seconds train/throughput_tokens_per_sec train/mfu gpu/memory_active_gb
     memory/rollout_peak_gb memory/update_actor_peak_gb grad_norm/actor grad_norm/critic
     lr/actor lr/critic off_policy/weight_version_lag_mean off_policy/weight_version_lag_max
+    padding_fraction/actor token_imbalance/actor cost_imbalance/actor
+    padding_fraction/critic token_imbalance/critic cost_imbalance/critic
     off_policy/is_weight_mean off_policy/is_weight_max off_policy/is_clipped_fraction
     """.split()  # noqa: SIM905
 )

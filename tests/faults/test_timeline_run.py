@@ -1,5 +1,6 @@
 """A real run's timeline: stopped, gone on with, and read back from its files."""
 
+import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,15 @@ def spans(run: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
     return {key: sorted(of, key=lambda event: event["ts"]) for key, of in found.items()}
 
 
+def profiles(run: Path) -> dict[str, set[str]]:
+    """File -> the names of its events."""
+    found = {}
+    for path in (run / "profile").iterdir():
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            found[path.name] = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+    return found
+
+
 def test_the_timeline_of_a_run_that_was_stopped_and_went_on(files: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = settings(
@@ -32,6 +42,8 @@ def test_the_timeline_of_a_run_that_was_stopped_and_went_on(files: Path, tmp_pat
         run__steps=STEPS,
         checkpoint__resume="auto",
         logging__trace_steps="all",
+        profile__steps=f"[1,{STEPS}]",
+        profile__ranks="[1]",
     )
     job = Job(words, logs=tmp_path / "first", world_size=2, trigger=Trigger(phase="value", step=2))
     assert set(job.wait()) == {3}, job.text()
@@ -63,3 +75,9 @@ def test_the_timeline_of_a_run_that_was_stopped_and_went_on(files: Path, tmp_pat
     for line in (run / "metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
         assert 0 < metrics["time/idle_share"] <= metrics["time/idle_share_max"] < 1
+    profiled = profiles(run)
+    assert sorted(profiled) == ["step_000001_rank_0001.json.gz", "step_000003_rank_0001.json.gz"]
+    for names in profiled.values():
+        assert {"log_prob", "value", "update_critic", "update_actor", "reshard"} <= names
+        assert "aten::mm" in names and any("Backward" in name for name in names)
+    assert "  profile/ " in job.text()

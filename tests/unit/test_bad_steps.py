@@ -22,7 +22,8 @@ def small_batch(**response: list[float]) -> RaggedBatch:
 
 
 def update(role: str = "actor", number: int = 1) -> Update:
-    return Update(role=role, number=number, count=4, batch=small_batch())
+    batch = small_batch()
+    return Update(role=role, number=number, count=4, step_batch=batch, samples=range(len(batch)))
 
 
 def result(norm: float = 1.0, *, loss: float = 0.5, nonfinite_rank: int = -1) -> StepResult:

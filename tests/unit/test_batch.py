@@ -71,6 +71,8 @@ def assert_is(batch: RaggedBatch, chosen: list[Sample]) -> None:
     for index, one in enumerate(chosen):
         assert batch.prompt_tokens(index) == one.prompt
         assert batch.response_tokens(index) == one.response
+    backwards = list(reversed(range(len(chosen))))
+    assert batch.responses(backwards) == [chosen[i].response for i in backwards]
     assert batch.sample["rewards"].tolist() == [s.reward for s in chosen]
     assert batch.sample["prompt_ids"].tolist() == [s.key[0] for s in chosen]
     assert batch.response["values"].tolist() == [v for s in chosen for v in s.values]

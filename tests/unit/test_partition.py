@@ -57,37 +57,90 @@ def test_the_partition_keeps_grahams_bound_on_the_best(costs, num_parts):
     assert largest <= (4 / 3 - 1 / (3 * num_parts)) * best + 1e-9
 
 
-@given(LENGTHS, st.integers(1, 60), st.integers(0, 5))
-def test_packs_keep_the_budget(lengths, tokens, samples):
-    packs = pack(lengths, micro_batch_tokens=tokens, micro_batch_samples=samples)
+def first_fit_decreasing(lengths, *, tokens, samples):
+    """As in a textbook: how many bins of `tokens`, each with at most `samples` items."""
+    bins = []
+    for length in sorted(lengths, reverse=True):
+        open_bins = (b for b in bins if sum(b) + length <= tokens and len(b) < (samples or 10**9))
+        found = next(open_bins, None)
+        if found is None:
+            bins.append([length])
+        else:
+            found.append(length)
+    return len(bins)
+
+
+def assert_packed(packs, lengths, *, tokens, samples):
+    """Each sequence once, and the bounds kept."""
     assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
+    longest = [max((lengths[i] for i in members), default=-1) for members in packs]
+    assert longest == sorted(longest, reverse=True)
     for members in packs:
-        assert members == sorted(members) and members
-        assert len(members) == 1 or sum(lengths[i] for i in members) <= tokens
+        assert members == sorted(members)
+        assert len(members) <= 1 or sum(lengths[i] for i in members) <= tokens
         assert not samples or len(members) <= samples
-    if not samples:
-        # First-fit never leaves two micro-batches that would fit into one.
-        sums = [sum(lengths[i] for i in members) for members in packs]
-        assert all(a + b > tokens for a, b in itertools.combinations(sums, 2))
+
+
+@given(LENGTHS, st.integers(1, 60), st.integers(0, 5))
+def test_packs_keep_the_budget_and_are_as_few_as_by_first_fit(lengths, tokens, samples):
+    packs = pack(lengths, micro_batch_tokens=tokens, micro_batch_samples=samples)
+    assert_packed(packs, lengths, tokens=tokens, samples=samples)
+    assert all(packs)
+    assert len(packs) <= first_fit_decreasing(lengths, tokens=tokens, samples=samples)
+    assert packs == pack(lengths, micro_batch_tokens=tokens, micro_batch_samples=samples)
+
+
+@given(LENGTHS, st.integers(100, 400))
+def test_packs_that_could_be_smaller_differ_by_no_more_than_a_sequence(lengths, tokens):
+    """With a quarter of the budget to spare, longest first never meets it: Graham's list scheduling
+    leaves no two micro-batches further apart than the longest sequence."""
+    packs = pack(lengths, micro_batch_tokens=tokens)
+    sums = [sum(lengths[i] for i in members) for members in packs]
+    longest = max(lengths, default=0)
+    if sum(sums) + len(sums) * longest <= len(sums) * tokens:
+        assert max(sums, default=0) - min(sums, default=0) <= longest
 
 
 def test_pack_by_example():
     lengths = [3, 9, 4, 5, 20, 1]
-    assert pack(lengths, micro_batch_tokens=10) == [[4], [1, 5], [2, 3], [0]]
+    assert pack(lengths, micro_batch_tokens=10) == [[4], [1], [3, 5], [0, 2]]
     assert pack(lengths, micro_batch_tokens=1) == [[4], [1], [3], [2], [0], [5]]
-    assert pack([2, 2, 2], micro_batch_tokens=100, micro_batch_samples=2) == [[0, 1], [2]]
+    assert pack([2, 2, 2], micro_batch_tokens=100, micro_batch_samples=2) == [[0, 2], [1]]
+    # Nothing to spare: longest to the emptiest (6 + 3, 4 + 4 + 3) does not fit, first-fit does.
+    assert pack([6, 4, 4, 3, 3], micro_batch_tokens=10) == [[0, 1], [2, 3, 4]]
     assert pack([], micro_batch_tokens=10) == []
 
 
-@given(st.lists(LENGTHS, min_size=1, max_size=5), st.integers(1, 60))
-def test_all_ranks_get_the_same_number_of_micro_batches(lengths_by_rank, tokens):
-    packed = pack_for_ranks(lengths_by_rank, micro_batch_tokens=tokens)
-    alone = [pack(lengths, micro_batch_tokens=tokens) for lengths in lengths_by_rank]
-    most = max(len(packs) for packs in alone)
-    assert [len(packs) for packs in packed] == [most] * len(lengths_by_rank)
-    for packs, own in zip(packed, alone, strict=True):
-        assert packs[: len(own)] == own
-        assert packs[len(own) :] == [[]] * (most - len(own))
+@given(
+    st.lists(LENGTHS, min_size=1, max_size=5),
+    st.integers(1, 60),
+    st.integers(0, 5),
+    st.integers(1, 4),
+)
+def test_all_ranks_get_the_same_number_of_micro_batches(lengths_by_rank, tokens, samples, multiple):
+    packed = pack_for_ranks(
+        lengths_by_rank,
+        micro_batch_tokens=tokens,
+        micro_batch_samples=samples,
+        number_multiple=multiple,
+    )
+    most = max(
+        len(pack(lengths, micro_batch_tokens=tokens, micro_batch_samples=samples))
+        for lengths in lengths_by_rank
+    )
+    number = math.ceil(most / multiple) * multiple
+    assert [len(packs) for packs in packed] == [number] * len(lengths_by_rank)
+    for packs, lengths in zip(packed, lengths_by_rank, strict=True):
+        assert_packed(packs, lengths, tokens=tokens, samples=samples)
+
+
+def test_a_rank_that_needs_fewer_spreads_its_sequences():
+    packed = pack_for_ranks([[5, 5, 5], [2, 3, 4]], micro_batch_tokens=9)
+    assert packed == [[[0], [1], [2]], [[2], [1], [0]]]
+    assert pack_for_ranks([[5], [2, 3, 4]], micro_batch_tokens=9, number_multiple=2) == [
+        [[0], []],
+        [[2], [0, 1]],
+    ]
 
 
 @pytest.mark.parametrize("num_parts", [1, 4, 7])
