@@ -205,6 +205,7 @@ def measure_role(role: str, *, setting: Setting, profile: Path | None) -> dict[s
     }
     if profile is not None:
         update = works[-1].run
+        found["pass_profile"] = profiled(works[0].run, device=setting.device)
         found["profile"] = profiled(update, device=setting.device, trace_file=profile)
         found["host_syncs"] = host_syncs(update, device=setting.device)
     del works, engine
@@ -327,6 +328,7 @@ def main() -> None:
     }
     if options.profile is not None:
         profile, syncs = found[roles[0]]["profile"], found[roles[0]]["host_syncs"]
+        print(f"profile of its pass without gradients\n{found[roles[0]]['pass_profile'].table()}")
         print(f"profile of one {roles[0]} update\n{profile.table()}\n{sync_table(syncs)}")
         report |= {"profile": profile.figures(), "host_syncs": syncs}
     if options.json is not None:

@@ -1,14 +1,18 @@
-"""One rank of several on one GPU: the trainer's command line, with all ranks on device 0.
+"""One rank of the trainer's command line where there may be fewer GPUs than ranks.
 
-NCCL refuses two ranks on one GPU unless it takes them for different hosts (NCCL_HOSTID). A way to
-test tensor and pipeline parallelism where there is a single GPU; far too slow for training.
+Then all are on device 0. NCCL refuses two ranks on one GPU unless it takes them for different hosts
+(NCCL_HOSTID). A way to test tensor and pipeline parallelism where there is a single GPU; far too
+slow for training. Where there is a GPU for each rank, each has its own, as in a job.
 """
 
 import os
 import sys
 
-os.environ["NCCL_HOSTID"] = f"host{os.environ.get('RANK', '0')}"
-os.environ["LOCAL_RANK"] = "0"
+import torch
+
+if torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", "1")):
+    os.environ["NCCL_HOSTID"] = f"host{os.environ.get('RANK', '0')}"
+    os.environ["LOCAL_RANK"] = "0"
 
 from rlhf_megatron.main import main
 
