@@ -70,6 +70,7 @@ class VllmEngine(RolloutEngine):
         self._device = device
         self._asleep: frozenset[str] = frozenset()
         self._weight_version: int | None = None
+        self._kept_parameters: dict[str, torch.nn.Parameter] | None = None
         self._architecture = read_architecture(model_dir)
         self._tp_rank = group.rank()
         problems = vllm_problems(self._architecture, tensor_parallel_size=len(ranks))
@@ -108,7 +109,15 @@ class VllmEngine(RolloutEngine):
 
     def parameters(self) -> dict[str, Tensor]:
         assert "weights" not in self._asleep, "parameters() of a sleeping engine"
-        return {n: p.data for n, p in vllm_fit.inner_model(self._llm).named_parameters()}
+        return {name: parameter.data for name, parameter in self._parameters.items()}
+
+    @property
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """In place they stay the objects that they are; a reload may put others there."""
+        if self._kept_parameters is None or self.reload_reason:
+            model = vllm_fit.inner_model(self._llm)
+            self._kept_parameters = dict(model.named_parameters())
+        return self._kept_parameters
 
     def layout(self) -> RankLayout:
         return vllm_rank_layout(
