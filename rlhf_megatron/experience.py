@@ -431,8 +431,9 @@ class ExperienceMaker:
     def _texts(self, rollouts: Rollouts) -> dict[int, str]:
         """Every sample's response: what this rank has decoded for its scorer (nothing yet where the
         rollout was restored), and the others."""
-        batch, share = rollouts.batch, self._share(rollouts.batch)
-        texts = {i: given.response for i, given in zip(share, rollouts.samples, strict=False)}
+        batch = rollouts.batch
+        decoded = zip(rollouts.own_rows, rollouts.samples, strict=False)
+        texts = {row: given.response for row, given in decoded}
         others = [i for i in range(len(batch)) if i not in texts]
         for index, tokens in zip(others, batch.responses(others), strict=True):
             texts[index] = self._tokenizer.decode(tokens)
