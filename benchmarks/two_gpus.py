@@ -102,8 +102,6 @@ def fill_by_name(model: RoleModel, *, rank: int, device: torch.device) -> None:
             value = whole[place.tensor][place.box.slices()]
             target = parameters[place.parameter][place.region(place.box)]
             target.copy_(value)
-                model.config.params_dtype
-            )
 
 
 def _values(name: str, shape: tuple[int, ...], *, device: torch.device) -> Tensor:
