@@ -92,7 +92,7 @@ def measure(
         "pair_ratio": pair_ratio(pair),
         "minimum": int(over_ranks(minimum[0], dist.ReduceOp.SUM, group, device)),
     }
-    if options.profile:
+    if options.profile and pair.text == options.pairs[0]:
         for way in ways[:-1]:
             profile = profiled(way.run, device=device)
             found[f"{way.name}_profile"] = profile.figures()
@@ -132,7 +132,9 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--profile", action="store_true", help="where one sync's time goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="where the time of one sync of the first pair goes"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
 

@@ -160,7 +160,11 @@ def run_side_by_side(faults: Sequence[RankFault], *, files: Path, folder: Path) 
 
 def _start(fault: RankFault, *, files: Path, folder: Path) -> Job:
     """Two ranks, TP2, the hf engine."""
-    gpu_settings: dict[str, Any] = {"parity__action": "warn", "parity__at_start": False}
+    gpu_settings: dict[str, Any] = {
+        "parity__action": "warn",
+        "doctor__at_start": False,
+        "rollout__sleep_residual_gb": 1000,  # the jobs share the GPUs
+    }
     gpu_settings |= {f"{role}__precision": "bf16" for role in ("actor", "critic", "ref")}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
     words = settings(
