@@ -43,7 +43,7 @@ from rlhf_megatron.distributed.start import DistributedContext, release_cached_m
 from rlhf_megatron.ranks import run_ranks
 
 PAIRS = ("pp2>tp2", "pp2>tp1", "tp2>tp1")
-SETTINGS = ("256:0.524288", "256:8", "256:100000", "1024:0.524288", "1024:8")
+SETTINGS = ("256:0.524288", "256:8", "256:100000", "512:8", "1024:0.524288", "1024:8")
 HEADER = (
     f"{'shape':<6}{'pair':<10}{'setting':<15}{'/minimum':>9}{'ms':>8}{'ms from':>9}{'to':>8}"
     f"{'of a2a':>8}{'gather':>8}{'message':>8}{'gather ms':>10}{'bytes x':>8}{'pair x':>7}"
