@@ -109,8 +109,12 @@ class Outcome:
 
     @property
     def first_line(self) -> str:
-        found = [line for line in self.text.splitlines() if line.startswith("error: ")]
-        return found[0] if found else ""
+        return self.error_lines[0] if self.error_lines else ""
+
+    @property
+    def error_lines(self) -> list[str]:
+        """Of the program: NCCL and torch write lines of other forms."""
+        return [line for line in self.text.splitlines() if line.startswith("error: ")]
 
     def problems(self, fault: RankFault) -> list[str]:
         """What is not as it should be."""
@@ -128,7 +132,7 @@ class Outcome:
             found.append(f"exit codes {self.codes}")
         if not self.first_line.startswith(f"error: {cause}"):
             found.append(f"does not begin with {cause!r}")
-        if self.text.count("error: ") != 1:
+        if len(self.error_lines) != 1:
             found.append("more than one error")
         if self.seconds > fault.limit_seconds + SECONDS_BEYOND_LIMIT:
             found.append(f"{self.seconds:.0f} s")
