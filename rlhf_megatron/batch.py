@@ -138,13 +138,13 @@ class RaggedBatch:
             response={name: values[response_rows] for name, values in self.response.items()},
         )
 
-    def sorted_by_prompt(self) -> "RaggedBatch":
-        """The samples ordered by (prompt id, sample index): the same on any number of engines."""
+    def order_by_prompt(self) -> list[int]:
+        """The samples' indices ordered by (prompt id, sample index): so selected, a batch is the
+        same on any number of engines."""
         keys = zip(
             self.sample["prompt_ids"].tolist(), self.sample["sample_indices"].tolist(), strict=True
         )
-        order = [position for _, position in sorted((key, i) for i, key in enumerate(keys))]
-        return self.select(order)
+        return [position for _, position in sorted((key, i) for i, key in enumerate(keys))]
 
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:

@@ -15,6 +15,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.observability.ledger import EXCHANGE, PhaseLedger
 from rlhf_megatron.observability.rollouts import RolloutRow
+from rlhf_megatron.response_stream import ResponseStream
 from rlhf_megatron.rewards.contract import (
     BackgroundScorer,
     PendingScores,
@@ -56,10 +57,23 @@ class Rollouts:
     batch: RaggedBatch
     by_id: dict[int, PromptRow]
     prefix: str
+    own_rows: list[int]
+    """Indices in `batch` of what this rank scores."""
     samples: list[ScoringInput]
-    """What this rank scores of them."""
+    """Those, in that order."""
     pending: PendingScores | None
     """Of `samples`; None where the rank itself scores them, in `score`."""
+    num_scored_early: int = 0
+    """Of `samples`, those whose score was there before the rollout had ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPart:
+    """One rank's share of its engine's responses."""
+
+    batch: RaggedBatch
+    stream: ResponseStream | None
+    """None where their scoring begins once all ranks' parts are together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +118,10 @@ class ExperienceMaker:
         self._error_value = error_value
         self._group, self._ledger = job_group, ledger
         self.overlaps = overlaps
+        # Elsewhere the ranks that score do not have the responses before the gather.
+        engine_ranks = sorted(r for ranks in self._engines for r in ranks)
+        self._streams = overlaps and engine_ranks == sorted(self._reward_ranks)
+        self._pending: PendingScores | None = None
         self._replica = self._shard = 0
         if engine is not None:
             self._replica = self._engines.index(engine.ranks)
@@ -128,7 +146,10 @@ class ExperienceMaker:
         step: int,
         prefix: str = "",
     ) -> Rollouts:
-        """The first half of `run`; where it `overlaps`, scoring has begun. Collective."""
+        """The first half of `run`; where it `overlaps`, scoring has begun. Collective.
+
+        Scores of earlier rollouts that are still in the making are given up.
+        """
         if not self._exchange.is_split:
             with self._ledger.phase(f"{prefix}rollout"):
                 part = self._generate(rows, sampling=sampling, step=step)
@@ -143,7 +164,7 @@ class ExperienceMaker:
         sampling: SamplingParameters,
         step: int,
         prefix: str = "",
-    ) -> RaggedBatch | None:
+    ) -> RolloutPart | None:
         """This rank's part of a rollout, to be given to `gather`. Collective over the engine."""
         if self._engine is None and self._exchange.is_split:
             return None
@@ -151,7 +172,7 @@ class ExperienceMaker:
             return self._generate(rows, sampling=sampling, step=step)
 
     def gather(
-        self, part: RaggedBatch | None, *, rows: Sequence[PromptRow], prefix: str = ""
+        self, part: RolloutPart | None, *, rows: Sequence[PromptRow], prefix: str = ""
     ) -> Rollouts:
         """All ranks' parts; where it `overlaps`, scoring has begun. Collective over the job."""
         with self._exchange.joined(prefix=prefix):
@@ -178,8 +199,11 @@ class ExperienceMaker:
 
     def again(self, rollouts: Rollouts) -> Rollouts:
         """The same without scores, to be scored once more."""
-        by_id = rollouts.by_id
-        return replace(rollouts, samples=self._samples(rollouts.batch, by_id=by_id), pending=None)
+        own_rows = list(self._share(rollouts.batch))
+        samples = self._samples(rollouts.batch, rows=own_rows, by_id=rollouts.by_id)
+        return replace(
+            rollouts, own_rows=own_rows, samples=samples, pending=None, num_scored_early=0
+        )
 
     def restored(
         self, rollouts: Rollouts, *, failed: list[ScoringFailure], counts: dict[str, float]
@@ -216,38 +240,85 @@ class ExperienceMaker:
         )
 
     def _gather(
-        self, part: RaggedBatch | None, *, rows: Sequence[PromptRow], prefix: str
+        self, part: RolloutPart | None, *, rows: Sequence[PromptRow], prefix: str
     ) -> Rollouts:
-        gathered = gather_batch(part, group=self._group)
+        gathered = gather_batch(part.batch if part is not None else None, group=self._group)
         self._ledger.communication.record(
             EXCHANGE,
             collective="broadcast",
             num_bytes=gathered.bytes_received,
             seconds=gathered.seconds,
         )
-        by_id = {row.prompt_id: row for row in rows}
-        samples = self._samples(gathered.batch, by_id=by_id)
+        batch, by_id = gathered.batch, {row.prompt_id: row for row in rows}
+        if part is not None and part.stream is not None:
+            stream = part.stream
+            return Rollouts(
+                batch=batch,
+                by_id=by_id,
+                prefix=prefix,
+                own_rows=[gathered.own_rows[place] for place in stream.places],
+                samples=stream.samples,
+                pending=stream.pending,
+                num_scored_early=stream.num_scored,
+            )
+        own_rows = list(self._share(batch))
+        samples = self._samples(batch, rows=own_rows, by_id=by_id)
         pending = None
         if isinstance(self._scorer, BackgroundScorer):
-            pending = self._scorer.start(samples)
+            self._give_up_scores()
+            self._pending = pending = self._scorer.start(samples)
         return Rollouts(
-            batch=gathered.batch, by_id=by_id, prefix=prefix, samples=samples, pending=pending
+            batch=batch,
+            by_id=by_id,
+            prefix=prefix,
+            own_rows=own_rows,
+            samples=samples,
+            pending=pending,
         )
 
     def _generate(
         self, rows: Sequence[PromptRow], *, sampling: SamplingParameters, step: int
-    ) -> RaggedBatch | None:
-        """This rank's share of its engine's responses; None on a rank without an engine."""
+    ) -> RolloutPart | None:
+        """None on a rank without an engine."""
         if self._engine is None:
             return None
-        mine = share_out(len(rows), part=self._replica, num_parts=len(self._engines))
-        prompts = [
-            Prompt(prompt_id=rows[i].prompt_id, token_ids=tuple(rows[i].token_ids)) for i in mine
-        ]
-        batch = self._engine.generate(prompts, sampling=sampling, step=step)
+        dealt = share_out(len(rows), part=self._replica, num_parts=len(self._engines))
+        mine = [rows[i] for i in dealt]
+        count = len(mine) * sampling.responses_per_prompt
         # Every rank of an engine holds all its responses; each hands on a share.
-        shard = share_out(len(batch), part=self._shard, num_parts=len(self._engine.ranks))
-        return batch.select(list(shard))
+        share = share_out(count, part=self._shard, num_parts=len(self._engine.ranks))
+        stream = None
+        if self._streams:
+            stream = self._open_stream(mine, sampling=sampling, share=share)
+        batch = self._engine.generate(
+            [Prompt(prompt_id=r.prompt_id, token_ids=tuple(r.token_ids)) for r in mine],
+            sampling=sampling,
+            step=step,
+            on_response=stream,
+        )
+        if stream is not None:
+            stream.close()
+        return RolloutPart(batch=batch.select(list(share)), stream=stream)
+
+    def _open_stream(
+        self, rows: Sequence[PromptRow], *, sampling: SamplingParameters, share: range
+    ) -> ResponseStream:
+        """rows: prompts of this rank's engine, whose responses come in the order of (prompt,
+        sample)."""
+        assert isinstance(self._scorer, BackgroundScorer)
+
+        def to_sample(index: int, token_ids: Sequence[int]) -> ScoringInput:
+            prompt, sample_index = divmod(index, sampling.responses_per_prompt)
+            return self._sample(rows[prompt], sample_index=sample_index, token_ids=token_ids)
+
+        self._give_up_scores()
+        self._pending = self._scorer.begin()
+        return ResponseStream(self._pending, share=share, to_sample=to_sample)
+
+    def _give_up_scores(self) -> None:
+        """Of a step that was abandoned before anyone waited for them."""
+        if self._pending is not None:
+            self._pending.cancel()
 
     def _share(self, batch: RaggedBatch) -> range:
         """The ranks of the reward role share the samples, whichever engine they came from."""
@@ -256,26 +327,32 @@ class ExperienceMaker:
             return range(0)
         return share_out(len(batch), part=ranks.index(self._rank), num_parts=len(ranks))
 
-    def _samples(self, batch: RaggedBatch, *, by_id: dict[int, PromptRow]) -> list[ScoringInput]:
-        """What this rank is to score."""
-        samples = []
-        share = self._share(batch)
+    def _samples(
+        self, batch: RaggedBatch, *, rows: Sequence[int], by_id: dict[int, PromptRow]
+    ) -> list[ScoringInput]:
         prompt_ids, sample_indices = (
             batch.sample[name].tolist() for name in ("prompt_ids", "sample_indices")
         )
-        for index, tokens in zip(share, batch.responses(share), strict=True):
-            row = by_id[prompt_ids[index]]
-            samples.append(
-                ScoringInput(
-                    prompt=row.text,
-                    response=self._tokenizer.decode(tokens),
-                    prompt_id=row.prompt_id,
-                    sample_index=sample_indices[index],
-                    fields=row.fields,
-                    messages=row.messages,
-                )
+        return [
+            self._sample(
+                by_id[prompt_ids[index]],
+                sample_index=sample_indices[index],
+                token_ids=tokens,
             )
-        return samples
+            for index, tokens in zip(rows, batch.responses(rows), strict=True)
+        ]
+
+    def _sample(
+        self, row: PromptRow, *, sample_index: int, token_ids: Sequence[int]
+    ) -> ScoringInput:
+        return ScoringInput(
+            prompt=row.text,
+            response=self._tokenizer.decode(token_ids),
+            prompt_id=row.prompt_id,
+            sample_index=sample_index,
+            fields=row.fields,
+            messages=row.messages,
+        )
 
     def _score(self, rollouts: Rollouts) -> Scores:
         """Of this rank's samples. Under "stop" those that fail are dropped for now: all ranks have
@@ -294,7 +371,7 @@ class ExperienceMaker:
         batch = rollouts.batch
         rewards = torch.zeros(len(batch), device=self._device)
         if own is not None:
-            rewards[list(self._share(batch))] = own.rewards.to(self._device)
+            rewards[rollouts.own_rows] = own.rewards.to(self._device)
         begin = time.perf_counter()
         dist.all_reduce(rewards, group=self._group)
         self._ledger.communication.record(
@@ -304,17 +381,22 @@ class ExperienceMaker:
             seconds=time.perf_counter() - begin,
         )
         batch.sample["rewards"] = rewards.cpu()
+        failed = gather_lists(own.failed if own is not None else [], group=self._group)
         return _Merged(
-            failed=gather_lists(own.failed if own is not None else [], group=self._group),
-            counts=self._gather_counts(),
+            # In one order, whichever rank scored what.
+            failed=sorted(failed, key=lambda each: (each.prompt_id, each.sample_index)),
+            counts=self._gather_counts(rollouts),
             rows=self._rows(rollouts),
         )
 
-    def _gather_counts(self) -> dict[str, float]:
+    def _gather_counts(self, rollouts: Rollouts) -> dict[str, float]:
         if not self.overlaps:
             return {}
-        background = isinstance(self._scorer, BackgroundScorer)
-        own = [self._scorer.take_counts()] if background else []  # type: ignore[union-attr]
+        own = []
+        if isinstance(self._scorer, BackgroundScorer):
+            own = [self._scorer.take_counts()]
+            if self._streams:
+                own[0]["reward/scored_in_rollout"] = float(rollouts.num_scored_early)
         total: dict[str, float] = {}
         for counts in gather_lists(own, group=self._group):
             for name, value in counts.items():

@@ -89,6 +89,26 @@ def pack_samples(
 
 
 def micro_batches_of(
+    engine: ModelEngine,
+    *,
+    batch: RaggedBatch,
+    samples: Sequence[int],
+    fields: Sequence[str],
+    micro_batch_tokens: int,
+    micro_batch_samples: int = 0,
+) -> list[MicroBatch]:
+    """This rank's micro-batches of `samples`, packed by `pack_samples`."""
+    packing = pack_samples(
+        engine,
+        batch=batch,
+        samples=samples,
+        micro_batch_tokens=micro_batch_tokens,
+        micro_batch_samples=micro_batch_samples,
+    )
+    return packed_micro_batches(engine, batch=batch, packing=packing, fields=fields)
+
+
+def packed_micro_batches(
     engine: ModelEngine, *, batch: RaggedBatch, packing: Packing, fields: Sequence[str]
 ) -> list[MicroBatch]:
     """This rank's micro-batches: as many as every other replica of the role has."""

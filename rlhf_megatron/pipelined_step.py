@@ -68,7 +68,12 @@ class InFlight:
         batch = RaggedBatch(**{name: state[name] for name in parts})
         ids = batch.sample["prompt_ids"].tolist()
         rollouts = Rollouts(
-            batch=batch, by_id={i: self._rows[i] for i in ids}, prefix="", samples=[], pending=None
+            batch=batch,
+            by_id={i: self._rows[i] for i in ids},
+            prefix="",
+            own_rows=[],
+            samples=[],
+            pending=None,
         )
         experience = None
         if state["is_scored"]:

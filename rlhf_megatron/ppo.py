@@ -33,8 +33,8 @@ from rlhf_megatron.joint_loss import joint_loss
 from rlhf_megatron.micro_batches import (
     Packing,
     PackingFigures,
-    micro_batches_of,
     pack_samples,
+    packed_micro_batches,
     packing_metrics,
 )
 
@@ -394,7 +394,7 @@ class PpoStep:
             packing = self._pack(engine, batch, mini)
             report.packings.append(packing.figures)
             result = engine.train_step(
-                micro_batches_of(engine, batch=batch, packing=packing, fields=fields),
+                packed_micro_batches(engine, batch=batch, packing=packing, fields=fields),
                 loss=loss,
                 learning_rate=learning_rate,
                 takes=takes,
@@ -425,7 +425,7 @@ class PpoStep:
         return [
             micro_batch
             for mini in plan
-            for micro_batch in micro_batches_of(
+            for micro_batch in packed_micro_batches(
                 engine, batch=batch, packing=self._pack(engine, batch, mini), fields=()
             )
         ]

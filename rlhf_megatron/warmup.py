@@ -11,7 +11,7 @@ from rlhf_megatron.data.config import WarmupConfig
 from rlhf_megatron.data.prompts import Demonstration
 from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import LossResult, ModelEngine
-from rlhf_megatron.micro_batches import micro_batches_of, pack_samples
+from rlhf_megatron.micro_batches import micro_batches_of
 
 
 class SupervisedWarmup:
@@ -39,14 +39,14 @@ class SupervisedWarmup:
         batch = from_sequences(
             [d.prompt_ids for d in drawn], responses=[d.response_ids for d in drawn]
         )
-        packing = pack_samples(
-            self._actor,
-            batch=batch,
-            samples=range(len(batch)),
-            micro_batch_tokens=self._micro_batch_tokens,
-        )
         result = self._actor.train_step(
-            micro_batches_of(self._actor, batch=batch, packing=packing, fields=()),
+            micro_batches_of(
+                self._actor,
+                batch=batch,
+                samples=range(len(batch)),
+                fields=(),
+                micro_batch_tokens=self._micro_batch_tokens,
+            ),
             loss=self._loss,
             learning_rate=self._config.learning_rate,
         )

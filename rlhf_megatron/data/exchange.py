@@ -23,6 +23,8 @@ class GatheredBatch:
 
     batch: RaggedBatch
     """The samples of all ranks, the same on every rank, ordered by (prompt, sample)."""
+    own_rows: list[int]
+    """Where in it this rank's samples are, in the order of its part."""
     bytes_received: int
     """By this rank, of token ids, lengths and fields."""
     seconds: float
@@ -92,8 +94,15 @@ def gather_batch(part: RaggedBatch | None, *, group: dist.ProcessGroup) -> Gathe
             received,
             1e3 * seconds,
         )
+    together = concatenate(filled)
+    order = together.order_by_prompt()
+    row_of = {position: row for row, position in enumerate(order)}
+    first = sum(sizes.samples for sizes in parts[:own])
     return GatheredBatch(
-        batch=concatenate(filled).sorted_by_prompt(), bytes_received=received, seconds=seconds
+        batch=together.select(order),
+        own_rows=[row_of[first + i] for i in range(parts[own].samples)],
+        bytes_received=received,
+        seconds=seconds,
     )
 
 

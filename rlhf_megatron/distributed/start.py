@@ -90,6 +90,10 @@ def start(config: DistributedConfig) -> DistributedContext:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if "OMP_NUM_THREADS" not in os.environ:
+            # What a rank computes on the CPU is small; the threads that help it go on spinning
+            # after that, and the one that launches kernels waits for a core (docs/benchmarks.md).
+            torch.set_num_threads(1)
     else:
         from rlhf_megatron.distributed.cpu_platform import use_cpu_in_place_of_cuda
 

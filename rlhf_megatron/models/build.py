@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class RoleModel:
     def parameters(self) -> dict[str, Tensor]:
         """Live parameters by GPTModel's names, each with its chunk before it where there are
         several (layout.megatron.chunk_prefix)."""
+        return dict(self._parameters)
+
+    @cached_property
+    def _parameters(self) -> dict[str, Tensor]:
+        """Parameters stay the objects that they are, whatever storage they have; to look for them
+        takes a millisecond."""
         return {
             chunk_prefix(number, virtual_pipeline_model_parallel_size=len(self.chunks)) + name: p
             for number, chunk in enumerate(self.chunks)

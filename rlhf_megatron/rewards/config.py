@@ -17,7 +17,8 @@ class RemoteRewardConfig:
     ADDRESS/score and ADDRESS/health. Any of them may get any sample."""
 
     batch_samples: int = number(16, minimum=1)
-    """Samples of one request. Default 16."""
+    """Samples of one request, which goes out when so many responses of the rank have finished; the
+    last one takes what is left. Default 16."""
 
     concurrency: int = number(4, minimum=1)
     """Requests that each rank has under way at one endpoint. Default 4."""
@@ -45,8 +46,8 @@ class RemoteRewardConfig:
     for twice as long, up to a minute. Default 5."""
 
     deadline_seconds: float = number(600.0, minimum=0, exclusive=True)
-    """A sample without a score so long after a step's responses were handed over has failed. Must
-    be below the limit of the phase (faults.phase_limits.reward). Default 600."""
+    """A sample without a score so long after the last of a step's responses was handed over has
+    failed. Must be below the limit of the phase (faults.phase_limits.reward). Default 600."""
 
     auth_token: str = secret(default="")
     """Sent as `Authorization: Bearer ...` with every request, where it is set."""
@@ -76,8 +77,9 @@ class RewardConfig:
     false: such a directory is refused."""
 
     workers: int = number(0, minimum=0)
-    """Processes of each rank that call the function, one response at a time each, while the rank
-    goes on with log-probs and values. They have no GPU. 0 (default): the rank calls it itself."""
+    """Processes of each rank that call the function, one response at a time each, from when it has
+    finished, while the rank goes on with the rollout, log-probs and values. They have no GPU. 0
+    (default): the rank calls it itself, after the rollout."""
 
     on_error: str = choice("stop", "drop", "value")
     """What a reward that raises, returns NaN or infinity, takes longer than timeout_seconds, or

@@ -42,23 +42,49 @@ Scorer = Callable[[Sequence[ScoringInput]], Sequence[Any]]
 
 
 class PendingScores(ABC):
-    """Scores that are being made elsewhere."""
+    """Scores that are being made elsewhere, of samples that may come one by one."""
+
+    @abstractmethod
+    def add(self, sample: ScoringInput) -> None:
+        """One more sample to score, before `all_added`. Does not wait."""
+
+    @abstractmethod
+    def all_added(self) -> None:
+        """No more samples come."""
+
+    @property
+    @abstractmethod
+    def num_scored(self) -> int:
+        """Samples whose outcome is there."""
 
     @abstractmethod
     def result(self) -> list[Any]:
-        """Waits for them. Of each sample, in order, its score or an exception."""
+        """Waits for them, after `all_added`. Of each sample, in the order in which they were added,
+        its score or an exception."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Nobody waits for them any more: what has not begun is left out. Harmless afterwards."""
 
 
 class BackgroundScorer(ABC):
     """A Scorer that works while its caller does something else."""
 
     @abstractmethod
-    def start(self, samples: Sequence[ScoringInput]) -> PendingScores:
-        """Begin with the samples, and return."""
+    def begin(self) -> PendingScores:
+        """Scores of samples that are still to come."""
 
     @abstractmethod
     def take_counts(self) -> dict[str, float]:
         """What has happened since the last call, by the name of a metric."""
+
+    def start(self, samples: Sequence[ScoringInput]) -> PendingScores:
+        """Begin with the samples, which are all, and return."""
+        pending = self.begin()
+        for sample in samples:
+            pending.add(sample)
+        pending.all_added()
+        return pending
 
     def __call__(self, samples: Sequence[ScoringInput]) -> list[Any]:
         return self.start(samples).result()

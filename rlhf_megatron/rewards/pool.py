@@ -47,7 +47,7 @@ class WorkerPool(BackgroundScorer):
     replaced.
     What the function prints goes to `log_folder`/reward_NAME_NN.log, or without one to stderr.
 
-    Raises UserError where a worker cannot load the function. Any thread may call `start`, and
+    Raises UserError where a worker cannot load the function. Any thread may call `begin`, and
     again before the last samples are scored.
     """
 
@@ -86,11 +86,8 @@ class WorkerPool(BackgroundScorer):
             self.close()
             raise UserError(refused)
 
-    def start(self, samples: Sequence[ScoringInput]) -> PendingScores:
-        pending = _PoolScores(len(samples))
-        for index, sample in enumerate(samples):
-            self._tasks.put(_Task(pending, index, sample))
-        return pending
+    def begin(self) -> PendingScores:
+        return _PoolScores(self._tasks)
 
     def take_counts(self) -> dict[str, float]:
         return {"reward/workers_replaced": float(sum(a.take_count() for a in self._attendants))}
@@ -113,22 +110,42 @@ class WorkerPool(BackgroundScorer):
 class _PoolScores(PendingScores):
     """Filled by the attendants, each outcome once."""
 
-    def __init__(self, count: int) -> None:
-        self._outcomes: list[Any] = [None] * count
-        self._left, self._lock, self._done = count, threading.Lock(), threading.Event()
-        if count == 0:
-            self._done.set()
+    def __init__(self, tasks: "queue.SimpleQueue[_Task | None]") -> None:
+        self._tasks = tasks
+        self._outcomes: list[Any] = []
+        self._num_scored, self._is_complete = 0, False
+        self._changed = threading.Condition()
+        self.is_cancelled = False
+
+    def add(self, sample: ScoringInput) -> None:
+        assert not self._is_complete, "add() after all_added()"
+        with self._changed:
+            index = len(self._outcomes)
+            self._outcomes.append(None)
+        self._tasks.put(_Task(self, index, sample))
+
+    def all_added(self) -> None:
+        self._is_complete = True
+
+    @property
+    def num_scored(self) -> int:
+        with self._changed:
+            return self._num_scored
 
     def put(self, index: int, outcome: Any) -> None:
-        with self._lock:
+        with self._changed:
             self._outcomes[index] = outcome
-            self._left -= 1
-            if self._left == 0:
-                self._done.set()
+            self._num_scored += 1
+            self._changed.notify_all()
 
     def result(self) -> list[Any]:
-        self._done.wait()
+        assert self._is_complete and not self.is_cancelled
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_scored == len(self._outcomes))
         return self._outcomes
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
 
 
 @dataclass(frozen=True)
@@ -165,6 +182,8 @@ class _Attendant(threading.Thread):
             self._problem = str(error)
         self._begun.set()
         while (task := self._tasks.get()) is not None and not self._ends:
+            if task.pending.is_cancelled:
+                continue
             try:
                 outcome = self._score(task.sample)
             except Exception as error:  # a sample that cannot be sent, no process to be had

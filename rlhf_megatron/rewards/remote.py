@@ -11,7 +11,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.rewards.config import RemoteRewardConfig
@@ -76,41 +77,15 @@ class RemoteScorer(BackgroundScorer):
                 each.health.is_sick(now=time.monotonic())
                 logger.warning("reward server %s: %s", each.url, problems[each.url])
 
-    def start(self, samples: Sequence[ScoringInput]) -> PendingScores:
+    def begin(self) -> PendingScores:
         job = Job(
             self._endpoints,
             config=self._config,
             lock=self._lock,
             counts=self._counts,
             jitter=self._random,
-            num_samples=len(samples),
         )
-        encoded: list[tuple[int, str]] = []
-        for index, sample in enumerate(samples):
-            try:
-                encoded.append((index, sample_json(sample)))
-            except (TypeError, ValueError) as error:
-                job.outcomes[index] = TypeError(f"a field has no place in JSON: {error}")
-        size = self._config.batch_samples
-        for first in range(0, len(encoded), size):
-            part = encoded[first : first + size]
-            request_id = uuid.uuid4().hex
-            body = encode_request(request_id, [text for _, text in part])
-            job.add(Batch([index for index, _ in part], request_id=request_id, body=body))
-        threads = [
-            threading.Thread(
-                target=self._serve,
-                args=(job, endpoint),
-                name=f"rewards of {endpoint.url}",
-                daemon=True,
-            )
-            for endpoint in self._endpoints
-            for _ in range(min(self._config.concurrency, job.num_batches))
-        ]
-        self._random.shuffle(threads)  # ranks do not all begin with the same endpoint
-        for thread in threads:
-            thread.start()
-        return job
+        return _Requests(job, config=self._config, more_threads=lambda: self._more_threads(job))
 
     def take_counts(self) -> dict[str, float]:
         with self._lock:
@@ -120,6 +95,21 @@ class RemoteScorer(BackgroundScorer):
         names = ("requests", "failed_requests", "hedged_requests", "late_answers", "ejections")
         found = {f"reward/remote_{name}": float(counts.get(name, 0)) for name in names}
         return found | {"reward/remote_ejected_endpoints": float(ejected)}
+
+    def _more_threads(self, job: Job) -> None:
+        """One of each endpoint."""
+        threads = [
+            threading.Thread(
+                target=self._serve,
+                args=(job, endpoint),
+                name=f"rewards of {endpoint.url}",
+                daemon=True,
+            )
+            for endpoint in self._endpoints
+        ]
+        self._random.shuffle(threads)  # ranks do not all begin with the same endpoint
+        for thread in threads:
+            thread.start()
 
     def _serve(self, job: Job, endpoint: Endpoint) -> None:
         """What one thread of an endpoint does until the job is over."""
@@ -185,6 +175,53 @@ class RemoteScorer(BackgroundScorer):
     def _headers(self) -> dict[str, str]:
         token = self._config.auth_token
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class _Requests(PendingScores):
+    """Samples on their way into requests: as many as a request holds, and at the end the rest."""
+
+    def __init__(
+        self, job: Job, *, config: RemoteRewardConfig, more_threads: Callable[[], None]
+    ) -> None:
+        """`more_threads`: called for each of the first `config.concurrency` requests."""
+        self._job, self._config, self._more_threads = job, config, more_threads
+        self._waiting: list[tuple[int, str]] = []
+        self._num_requests = 0
+
+    def add(self, sample: ScoringInput) -> None:
+        index = self._job.new_place()
+        try:
+            self._waiting.append((index, sample_json(sample)))
+        except (TypeError, ValueError) as error:
+            outcome = TypeError(f"a field has no place in JSON: {error}")
+            self._job.settle(index, outcome=outcome)
+        if len(self._waiting) == self._config.batch_samples:
+            self._send()
+
+    def all_added(self) -> None:
+        if self._waiting:
+            self._send()
+        self._job.all_added()
+
+    @property
+    def num_scored(self) -> int:
+        return self._job.num_scored
+
+    def result(self) -> list[Any]:
+        return self._job.result()
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+    def _send(self) -> None:
+        indices = [index for index, _ in self._waiting]
+        request_id = uuid.uuid4().hex
+        body = encode_request(request_id, [text for _, text in self._waiting])
+        self._waiting.clear()
+        self._job.add(Batch(indices, request_id=request_id, body=body))
+        self._num_requests += 1
+        if self._num_requests <= self._config.concurrency:
+            self._more_threads()
 
 
 def _detail(response: Response) -> str:

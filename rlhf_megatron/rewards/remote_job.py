@@ -3,6 +3,7 @@
 Its threads meet here. Nothing in this file waits for the network.
 """
 
+import math
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_megatron.rewards.config import RemoteRewardConfig
-from rlhf_megatron.rewards.contract import NoScoreError, PendingScores
+from rlhf_megatron.rewards.contract import NoScoreError
 from rlhf_megatron.rewards.endpoint import Channel, Health
 
 LONGEST_BACKOFF_SECONDS = 30.0
@@ -58,7 +59,7 @@ class Probe:
     """Find out whether the endpoint is well."""
 
 
-class Job(PendingScores):
+class Job:
     """One scoring. The first answer to a batch counts, each outcome is set once."""
 
     def __init__(
@@ -69,10 +70,10 @@ class Job(PendingScores):
         lock: threading.Lock,
         counts: Counter[str],
         jitter: random.Random,
-        num_samples: int,
     ) -> None:
         """`lock` guards the endpoints and `counts`, which are those of all jobs."""
-        self.outcomes: list[Any] = [None] * num_samples
+        self._outcomes: list[Any] = []
+        self._num_scored = 0
         self._endpoints, self._config, self._counts = endpoints, config, counts
         self._random = jitter
         self._changed = threading.Condition(lock)
@@ -80,22 +81,52 @@ class Job(PendingScores):
         self._fresh: deque[Batch] = deque()
         self._flying: list[Batch] = []
         self._failed: list[Batch] = []
-        self._left = 0
-        self._deadline = time.monotonic() + config.deadline_seconds
+        self._left = 0  # batches that are not done
+        self._is_complete = False
+        self._deadline = math.inf
         self._is_over = False
         self._crash: Exception | None = None
 
     @property
-    def num_batches(self) -> int:
-        """That are not done."""
-        return self._left
+    def num_scored(self) -> int:
+        """Samples whose outcome is there."""
+        with self._changed:
+            return self._num_scored
+
+    def new_place(self) -> int:
+        """Of one more sample, in the order of the result."""
+        with self._changed:
+            self._outcomes.append(None)
+            return len(self._outcomes) - 1
+
+    def settle(self, index: int, *, outcome: Any) -> None:
+        """Of a sample that goes into no batch."""
+        with self._changed:
+            self._outcomes[index] = outcome
+            self._num_scored += 1
 
     def add(self, batch: Batch) -> None:
-        """Before the threads begin."""
-        self._fresh.append(batch)
-        self._left += 1
+        """Before `all_added`."""
+        with self._changed:
+            self._fresh.append(batch)
+            self._left += 1
+            self._changed.notify_all()
+
+    def all_added(self) -> None:
+        """No more batches come; the deadline counts from here."""
+        with self._changed:
+            self._is_complete = True
+            self._deadline = time.monotonic() + self._config.deadline_seconds
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """Break off what is under way, begin nothing more."""
+        with self._changed:
+            self._end()
 
     def result(self) -> list[Any]:
+        """Waits until all batches are done, or the deadline has come. After `all_added`."""
+        assert self._is_complete
         with self._changed:
             while self._left and self._crash is None:
                 wait = self._deadline - time.monotonic()
@@ -106,12 +137,12 @@ class Job(PendingScores):
             self._end()
         if self._crash is not None:
             raise self._crash
-        return self.outcomes
+        return self._outcomes
 
     def next_task(self, endpoint: Endpoint, *, channel: Channel) -> Flight | Probe | None:
         """Waits for something that `endpoint` is to do; None once the job is over."""
         with self._changed:
-            while not self._is_over and self._left:
+            while not self._is_over and (self._left or not self._is_complete):
                 now = time.monotonic()
                 if now >= self._deadline:
                     self._give_up()
@@ -123,7 +154,8 @@ class Job(PendingScores):
                 if self._wants_probe(endpoint, now=now):
                     endpoint.is_probed = True
                     return Probe()
-                self._changed.wait(self._next_event(endpoint, now=now) - now)
+                event = self._next_event(endpoint, now=now)
+                self._changed.wait(None if math.isinf(event) else event - now)
             return None
 
     def answered(self, flight: Flight, *, outcomes: Sequence[Any]) -> None:
@@ -219,7 +251,7 @@ class Job(PendingScores):
         taken = {flight.endpoint.url for flight in batch.flights}
         after = self._config.hedge_seconds
         if after == 0 or not 0 < len(batch.flights) < MOST_COPIES or endpoint.url in taken:
-            return float("inf")
+            return math.inf
         return max(batch.flights[0].began_at + after, batch.not_before)
 
     def _begin(self, batch: Batch, *, endpoint: Endpoint, channel: Channel, now: float) -> Flight:
@@ -239,7 +271,8 @@ class Job(PendingScores):
 
     def _finish(self, batch: Batch, *, outcomes: Sequence[Any]) -> None:
         for index, outcome in zip(batch.indices, outcomes, strict=True):
-            self.outcomes[index] = outcome
+            self._outcomes[index] = outcome
+        self._num_scored += len(batch.indices)
         batch.is_done = True
         self._flying.remove(batch)
         self._left -= 1

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,6 +30,14 @@ class SamplingParameters:
     """Every token that ends a response, the model's EOS included. The stop token is kept."""
 
 
+class ResponseListener(Protocol):
+    """Hears of responses as they finish, in any order."""
+
+    def __call__(self, index: int, *, token_ids: Sequence[int]) -> None:
+        """Sample `index` of the batch that `generate` will return has all its tokens: these, the
+        stop token included. The engine waits for the call to return."""
+
+
 class RolloutEngine(ABC):
     """One engine, on the ranks `ranks` (ascending), each of which holds one tensor-parallel shard.
 
@@ -43,9 +52,17 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingParameters, step: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: SamplingParameters,
+        step: int,
+        on_response: ResponseListener | None = None,
     ) -> RaggedBatch:
         """Answer each prompt `responses_per_prompt` times.
+
+        `on_response` is called once for each of them before this returns, and changes nothing of
+        what it returns.
 
         Returns, the same on all ranks of the engine, in the order of (prompt, sample): sample
         fields `prompt_ids`, `sample_indices`, `truncated` (bool), `weight_versions`, `seeds`;

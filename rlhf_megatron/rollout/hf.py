@@ -13,7 +13,12 @@ from rlhf_megatron.layout.architecture import read_architecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.hf import hf_layout
 from rlhf_megatron.rollout.config import RolloutConfig
-from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
+from rlhf_megatron.rollout.contract import (
+    Prompt,
+    ResponseListener,
+    RolloutEngine,
+    SamplingParameters,
+)
 from rlhf_megatron.rollout.parameters import check_parameters
 from rlhf_megatron.rollout.responses import Request, Response, SeedPlan, list_requests, to_batch
 from rlhf_megatron.rollout.seeds import preserved_generators
@@ -75,9 +80,15 @@ class HfEngine(RolloutEngine):
         return hf_layout(self._architecture, head="lm")
 
     def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingParameters, step: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: SamplingParameters,
+        step: int,
+        on_response: ResponseListener | None = None,
     ) -> RaggedBatch:
-        """See `RolloutEngine.generate`. Raises UserError on a prompt that does not fit."""
+        """See `RolloutEngine.generate`; responses finish as their batch of `rollout.max_num_seqs`
+        does. Raises UserError on a prompt that does not fit."""
         assert self._weight_version is not None, "generate() before weights_written()"
         # Every request has a generator of its own anyhow: `rollout.seed_per` changes nothing here.
         seeds = SeedPlan(per="request", run_seed=self._run_seed, replica=self._replica, step=step)
@@ -85,11 +96,12 @@ class HfEngine(RolloutEngine):
             prompts, sampling=sampling, seeds=seeds, max_model_len=self._max_model_len
         )
         size = self._config.max_num_seqs
-        responses = [
-            response
-            for start in range(0, len(requests), size)
-            for response in self._run(requests[start : start + size], sampling=sampling)
-        ]
+        responses: list[Response] = []
+        for start in range(0, len(requests), size):
+            for response in self._run(requests[start : start + size], sampling=sampling):
+                responses.append(response)
+                if on_response is not None:
+                    on_response(len(responses) - 1, token_ids=response.token_ids)
         return to_batch(requests, responses=responses, weight_version=self._weight_version)
 
     @torch.no_grad()

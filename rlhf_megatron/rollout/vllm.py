@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,12 @@ from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.vllm import VOCAB_PARAMETERS, vllm_problems, vllm_rank_layout
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.config import RolloutConfig
-from rlhf_megatron.rollout.contract import Prompt, RolloutEngine, SamplingParameters
+from rlhf_megatron.rollout.contract import (
+    Prompt,
+    ResponseListener,
+    RolloutEngine,
+    SamplingParameters,
+)
 from rlhf_megatron.rollout.kv_cache import cpu_kv_cache_bytes
 from rlhf_megatron.rollout.parameters import layout_problems, listed
 from rlhf_megatron.rollout.responses import Request, Response, SeedPlan, list_requests, to_batch
@@ -70,6 +75,7 @@ class VllmEngine(RolloutEngine):
         self._device = device
         self._asleep: frozenset[str] = frozenset()
         self._weight_version: int | None = None
+        self._kept_parameters: dict[str, torch.nn.Parameter] | None = None
         self._architecture = read_architecture(model_dir)
         self._tp_rank = group.rank()
         problems = vllm_problems(self._architecture, tensor_parallel_size=len(ranks))
@@ -108,7 +114,15 @@ class VllmEngine(RolloutEngine):
 
     def parameters(self) -> dict[str, Tensor]:
         assert "weights" not in self._asleep, "parameters() of a sleeping engine"
-        return {n: p.data for n, p in vllm_fit.inner_model(self._llm).named_parameters()}
+        return {name: parameter.data for name, parameter in self._parameters.items()}
+
+    @property
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """In place they stay the objects that they are; a reload may put others there."""
+        if self._kept_parameters is None or self.reload_reason:
+            model = vllm_fit.inner_model(self._llm)
+            self._kept_parameters = dict(model.named_parameters())
+        return self._kept_parameters
 
     def layout(self) -> RankLayout:
         return vllm_rank_layout(
@@ -116,7 +130,12 @@ class VllmEngine(RolloutEngine):
         )
 
     def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingParameters, step: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: SamplingParameters,
+        step: int,
+        on_response: ResponseListener | None = None,
     ) -> RaggedBatch:
         """See `RolloutEngine.generate`. Raises UserError on a prompt that does not fit."""
         assert self._weight_version is not None, "generate() before weights_written()"
@@ -128,16 +147,19 @@ class VllmEngine(RolloutEngine):
             prompts, sampling=sampling, seeds=seeds, max_model_len=self._max_model_len
         )
         # An engine without a request does nothing: there may be more engines than prompts.
-        outputs = self._run(requests, sampling=sampling, seeds=seeds) if requests else []
-        return to_batch(
-            requests,
-            responses=[_response(output.outputs[0]) for output in outputs],
-            weight_version=self._weight_version,
-        )
+        responses = []
+        if requests:
+            responses = self._run(requests, sampling=sampling, seeds=seeds, on_response=on_response)
+        return to_batch(requests, responses=responses, weight_version=self._weight_version)
 
     def _run(
-        self, requests: list[Request], *, sampling: SamplingParameters, seeds: SeedPlan
-    ) -> list[Any]:
+        self,
+        requests: list[Request],
+        *,
+        sampling: SamplingParameters,
+        seeds: SeedPlan,
+        on_response: ResponseListener | None,
+    ) -> list[Response]:
         per_request = self._config.seed_per == "request"
         parameters = [
             self._sampling_params(
@@ -151,12 +173,18 @@ class VllmEngine(RolloutEngine):
             for request in requests
         ]
         inputs = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in requests]
+        found: dict[int, Response] = {}
         with self._calling_vllm():
             if not per_request:
                 # The ranks of an engine sample each for itself, from the global generators: they
                 # must agree, or tokens differ silently and the engine hangs at the first EOS.
                 seed_everything(seeds.engine)
-            return self._llm.generate(inputs, parameters, use_tqdm=False)  # type: ignore[no-any-return]
+            with closing(vllm_fit.finished_outputs(self._llm, inputs, parameters)) as outputs:
+                for index, output in outputs:
+                    found[index] = response = _response(output)
+                    if on_response is not None:
+                        on_response(index, token_ids=response.token_ids)
+        return [found[index] for index in range(len(requests))]
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         assert self.reload_reason and "weights" not in self._asleep

@@ -15,7 +15,7 @@ import os
 import sys
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -322,6 +322,33 @@ def layers_of_other_methods(llm: Any) -> list[str]:
         if method is not None and not is_plain(method):
             found.append(f"{name} is computed by {type(method).__name__}")
     return found
+
+
+def finished_outputs(
+    llm: Any, inputs: Sequence[Any], parameters: Sequence[Any]
+) -> Generator[tuple[int, Any]]:
+    """What LLM.generate does, request by request: as each finishes, its number among `inputs` and
+    its CompletionOutput. Closed early, it takes back what is unfinished.
+
+    Both versions: LLM.generate is LLM.enqueue, then LLMEngine.step until nothing is unfinished
+    (entrypoints/common/offline.py; entrypoints/offline_utils.py in 0.25.1). enqueue returns ids of
+    the form NUMBER-RANDOM, outputs carry the NUMBER (v1/engine/input_processor.py,
+    assign_request_id).
+    """
+    engine = llm.llm_engine
+    ids = llm.enqueue(inputs, parameters, use_tqdm=False)
+    index_of = {own_id.partition("-")[0]: index for index, own_id in enumerate(ids)}
+    unfinished = dict(enumerate(ids))
+    try:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    index = index_of[output.request_id]
+                    del unfinished[index]
+                    yield index, output.outputs[0]
+    except GeneratorExit:
+        engine.abort_request(list(unfinished.values()), internal=True)
+        raise
 
 
 def reload_weights(llm: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

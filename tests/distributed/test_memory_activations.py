@@ -104,7 +104,8 @@ def counted(rank: int, folder: Path, case: Case) -> Counted:
     packs = [list(range(i, i + SAMPLES)) for i in range(0, count, SAMPLES)]
     micros = micro_batches(engine, batch, samples_by_replica=[packs] * layout.data_parallel_size)
 
-    saved = SavedTensors(built.parameters().values())
+    # A micro-batch's tensors share a buffer, which is there whether autograd saves its ids or not.
+    saved = SavedTensors([*built.parameters().values(), *(micro.tokens for micro in micros)])
     with saved.counting():
         train(engine, micros)
     training = LiveTensors()

@@ -1,5 +1,6 @@
 """The hf engine against transformers and against the distribution it says it draws from."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,35 @@ def test_responses_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     write_weights(other_seed, model=model, version=0)
     batch = other_seed.generate(prompts, sampling=SAMPLED, step=3)
     assert responses[0] != [batch.response_tokens(i) for i in range(len(batch))]
+
+
+def test_responses_are_heard_of_as_their_batch_finishes(tmp_path: Path) -> None:
+    engine = build(save_config("llama", tmp_path), max_num_seqs=4)
+    write_weights(engine, model=make_model("llama", seed=1), version=0)
+    prompts = make_prompts(259, lengths=LENGTHS)
+    events: list[Any] = []
+    run = engine._run
+
+    def noted(requests: list[Any], **options: Any) -> Any:
+        events.append(f"{len(requests)} responses")
+        return run(requests, **options)
+
+    engine._run = noted  # type: ignore[method-assign]
+    heard: dict[int, list[int]] = {}
+
+    def listen(index: int, *, token_ids: Sequence[int]) -> None:
+        events.append(index)
+        heard[index] = list(token_ids)
+
+    batch = engine.generate(prompts, sampling=SAMPLED, step=3, on_response=listen)
+    count = len(prompts) * SAMPLED.responses_per_prompt
+    assert events == [
+        entry
+        for first in range(0, count, 4)
+        for indices in [range(first, min(first + 4, count))]
+        for entry in (f"{len(indices)} responses", *indices)
+    ]
+    assert heard == {i: batch.response_tokens(i) for i in range(len(batch))}
 
 
 def test_stop_tokens_end_responses_and_stay_in_them(case: tuple[HfEngine, Any, int]) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,11 @@ def score(prompt, response, **fields):
         return os.getpid()
     if response == "environment":
         return sum(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    if response.startswith("wait "):
+        while not os.path.exists(response[5:]):
+            time.sleep(0.01)
+    if response.startswith("touch "):
+        open(response[6:], "w").close()
     if response == "torch":
         return "torch" in sys.modules
     return len(response) + fields.get("k", 0)
@@ -103,6 +108,41 @@ def test_workers_that_hang_or_die_cost_one_sample_each(function: str, tmp_path: 
     assert counts == {"reward/workers_replaced": 3.0} and again == [1.0, 1.0]
     assert 1.0 <= seconds < 30.0
     assert not any(is_running(pid) for pid in first)
+
+
+def test_samples_may_come_one_by_one(function: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with pool_of(function) as pool:
+        pending = pool.begin()
+        for sample in samples(f"wait {gate}", "a", "bb"):
+            pending.add(sample)
+        wait_until(lambda: pending.num_scored == 2)
+        gate.touch()
+        wait_until(lambda: pending.num_scored == 3)
+        pending.add(samples("raise")[0])
+        pending.all_added()
+        first, *others, last = pending.result()
+    assert (first, others, pending.num_scored) == (5 + len(str(gate)), [1, 2], 4)
+    assert "no letters" in str(last)
+
+
+def test_scores_that_are_given_up_are_not_begun(function: str, tmp_path: Path) -> None:
+    gate, note = tmp_path / "gate", tmp_path / "note"
+    with pool_of(function, workers=1) as pool:
+        given_up = pool.start(samples("a", f"wait {gate}", f"touch {note}"))
+        wait_until(lambda: given_up.num_scored == 1)
+        given_up.cancel()
+        wanted = pool.start(samples("bb"))
+        gate.touch()
+        assert wanted.result() == [2]
+        assert not note.exists() and pool.take_counts() == {"reward/workers_replaced": 0.0}
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20.0
+    while not happened():
+        assert time.monotonic() < ends, "it did not happen within 20 s"
+        time.sleep(0.005)
 
 
 def test_a_worker_is_no_rank_and_has_nothing_of_it(
@@ -277,8 +317,9 @@ def remote(server: Server, **changes: Any) -> dict[str, Any]:
 
 def learning(run: Path) -> list[dict[str, Any]]:
     """The metrics that do not depend on who scores."""
+    others = ("reward/remote_", "reward/workers_replaced", "reward/scored_in_rollout")
     return [
-        {name: value for name, value in line.items() if not name.startswith("reward/remote_")}
+        {name: value for name, value in line.items() if not name.startswith(others)}
         for line in metrics(run)
     ]
 
@@ -297,8 +338,9 @@ def test_a_run_with_workers_is_the_run_without(
     words = two_ranks(files, tmp_path, reward__workers=1, reward__timeout_seconds=20)
     run_to_the_end(words, logs=tmp_path / "logs", world_size=2)
     lines = metrics(tmp_path / "run")
-    assert [line.pop("reward/workers_replaced") for line in lines] == [0.0] * 3
-    assert lines == metrics(in_the_ranks)
+    assert [line["reward/workers_replaced"] for line in lines] == [0.0] * 3
+    assert all(0 <= line["reward/scored_in_rollout"] <= 12 for line in lines)
+    assert learning(tmp_path / "run") == metrics(in_the_ranks)
     assert (tmp_path / "run/logs/reward_rank_0001_00.log").exists()
 
 

@@ -18,8 +18,8 @@ DEPTHS: dict[int, dict[str, Any]] = {
 }
 
 
-def words_of(files: Path, *, output: Path, depth: int) -> list[str]:
-    changes = {
+def words_of(files: Path, *, output: Path, depth: int, **further: Any) -> list[str]:
+    changes: dict[str, Any] = {
         "run__steps": STEPS,
         "run__overwrite": True,
         "checkpoint__asynchronous": "false",  # that of step 2 is complete when the critic dies
@@ -30,7 +30,7 @@ def words_of(files: Path, *, output: Path, depth: int) -> list[str]:
     changes |= {
         f"{role}__parallel__pipeline_model_parallel_size": 1 for role in ("actor", "critic", "ref")
     }
-    return settings(files, output=output, **changes, **DEPTHS[depth])
+    return settings(files, output=output, **(changes | DEPTHS[depth] | further))
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -56,3 +56,23 @@ def test_a_dead_critic_is_named_and_the_run_goes_on_bit_by_bit(files, tmp_path, 
     assert_same_run(run, expected=whole)
     lags = [line["off_policy/weight_version_lag_max"] for line in metrics(run)]
     assert lags == [0.0] + [float(depth)] * (STEPS - 1)
+
+
+def test_scores_made_beside_the_rollout_and_the_critics_update_change_nothing(files, tmp_path):
+    runs = {}
+    for workers in (0, 1):
+        runs[workers] = tmp_path / f"workers_{workers}"
+        words = words_of(
+            files,
+            output=runs[workers],
+            depth=1,
+            run__steps=3,
+            checkpoint__interval_steps=0,
+            placement=PLACEMENT.replace("rollout]", "rollout, reward]"),
+            reward__workers=workers,
+        )
+        run_to_the_end(words, logs=tmp_path / f"logs_{workers}", world_size=WORLD_SIZE)
+    plain, streamed = metrics(runs[0]), metrics(runs[1])
+    assert all(line.pop("reward/workers_replaced") == 0.0 for line in streamed)
+    assert all(0.0 <= line.pop("reward/scored_in_rollout") <= 12.0 for line in streamed)
+    assert streamed == plain

@@ -10,7 +10,12 @@ SPLIT = (
     "placement=[{ranks: 0, roles: [actor, ref, rollout]}, {ranks: 1, roles: [critic]}, "
     "{ranks: 0-1, roles: [reward]}]"
 )
-VLLM = ["rollout.engine=vllm", "rollout.tensor_parallel_size=1", "warmup.steps=0"]
+VLLM = [
+    "rollout.engine=vllm",
+    "rollout.tensor_parallel_size=1",
+    "warmup.steps=0",
+    "rollout.sleep_residual_gb=140",  # what the other process has on the GPU that they may share
+]
 SHARED = ["critic.shared_backbone=true", "critic.optimizer.learning_rate=5e-6"]
 NOT_TRAINED = ["actor.optimizer.learning_rate=0", "critic.optimizer.learning_rate=0"]
 EQUAL = ("reward/mean", "critic/value_loss", "grad_norm/actor", "grad_norm/critic", "kl/mean")

@@ -119,10 +119,11 @@ def test_concatenate(parts):
 
 
 @given(samples())
-def test_sorted_by_prompt(chosen):
+def test_order_by_prompt(chosen):
     """By (prompt id, sample index); equals keep their order."""
     expected = sorted(chosen, key=lambda one: one.key)
-    assert_is(to_batch(chosen).sorted_by_prompt(), expected)
+    batch = to_batch(chosen)
+    assert_is(batch.select(batch.order_by_prompt()), expected)
 
 
 @given(chosen=samples())

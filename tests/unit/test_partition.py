@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -141,6 +142,19 @@ def test_a_rank_that_needs_fewer_spreads_its_sequences():
         [[0], []],
         [[2], [0, 1]],
     ]
+
+
+def test_few_items_for_each_part_are_balanced_too():
+    """Longest first alone leaves 17 and 13 here, and 1.4 % on average below."""
+    assert balanced_partition([8, 7, 6, 5, 4], num_parts=2) == [[1, 3, 4], [0, 2]]
+    generator = random.Random(5)
+    excess = []
+    for _ in range(50):
+        costs = [int(generator.lognormvariate(6.5, 0.6)) for _ in range(64)]
+        sums = [sum(costs[i] for i in part) for part in balanced_partition(costs, num_parts=8)]
+        excess.append(max(sums) / (sum(costs) / 8) - 1)
+    assert max(excess) < 0.02
+    assert sum(excess) / len(excess) < 0.006
 
 
 @pytest.mark.parametrize("num_parts", [1, 4, 7])

@@ -5,6 +5,8 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +71,7 @@ def test_concurrency_is_per_endpoint() -> None:
 
 def test_a_thousand_requests_to_one_dead_one_slow_and_one_flapping_endpoint() -> None:
     """What the issue asks for: none lost, none scored twice in the result, and a bound."""
-    with RecordingServer(slow(1.0)) as late, RecordingServer(flapping(0.3)) as moody:
+    with RecordingServer(slow(1.0)) as late, RecordingServer(flapping(0.07)) as moody:
         scorer = scorer_of(
             *(dead_url(), late.url, moody.url),
             batch_samples=1,
@@ -269,3 +271,67 @@ def test_the_programs_random_numbers_are_left_alone() -> None:
     with RecordingServer(flapping(0.05)) as server:
         scorer_of(server.url, batch_samples=1, retries=9)(samples(5))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_samples_that_come_one_by_one_go_out_in_whole_requests() -> None:
+    with RecordingServer() as server:
+        scorer = scorer_of(server.url, batch_samples=2, concurrency=1)
+        pending = scorer.begin()
+        for sample in samples(3):
+            pending.add(sample)
+        wait_until(lambda: pending.num_scored == 2)  # the third waits for a fourth
+        assert [len(r["samples"]) for r in server.requests] == [2]
+        pending.add(replace(samples(1)[0], fields={"when": time.gmtime}))
+        assert pending.num_scored == 3  # one that goes out to nobody
+        pending.add(samples(5)[4])
+        wait_until(lambda: pending.num_scored == 5)
+        pending.add(samples(6)[5])
+        pending.all_added()
+        first, second, third, odd, fourth, last = pending.result()
+    assert [first, second, third, fourth, last] == [0.0, 1.0, 2.0, 4.0, 5.0]
+    assert isinstance(odd, TypeError) and pending.num_scored == 6
+    assert [len(r["samples"]) for r in server.requests] == [2, 2, 1]
+    assert scorer.take_counts()["reward/remote_requests"] == 3.0
+
+
+def test_the_deadline_counts_from_the_last_sample() -> None:
+    with RecordingServer(slow(0.5)) as server:
+        scorer = scorer_of(server.url, batch_samples=1, concurrency=1, deadline_seconds=0.25)
+        pending = scorer.begin()
+        for sample in samples(2):
+            pending.add(sample)
+        wait_until(lambda: pending.num_scored == 2)  # twice 0.5 s, before the deadline begins
+        pending.add(samples(3)[2])
+        pending.all_added()
+        *good, late = pending.result()
+    assert good == [0.0, 1.0]
+    assert "no score within reward.remote.deadline_seconds=0.25" in str(late) and late.unavailable
+
+
+def test_scores_that_are_given_up_keep_no_server_busy() -> None:
+    release = threading.Event()
+
+    def behave(number: int, request: dict[str, Any]) -> tuple[int, bytes]:
+        if number == 0:
+            release.wait(10.0)
+        return right_answer(request)
+
+    with RecordingServer(behave) as server:
+        scorer = scorer_of(server.url, batch_samples=1, concurrency=1)
+        given_up = scorer.begin()
+        for sample in samples(5):
+            given_up.add(sample)
+        wait_until(lambda: server.under_way == 1)
+        given_up.cancel()
+        assert scorer(samples(3, k=0.5)) == [0.5, 1.5, 2.5]
+        release.set()
+        wait_until(lambda: server.under_way == 0)
+        assert len(server.requests) == 1 + 3 and given_up.num_scored == 0
+        assert scorer.take_counts()["reward/remote_failed_requests"] == 0.0
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20.0
+    while not happened():
+        assert time.monotonic() < ends, "it did not happen within 20 s"
+        time.sleep(0.005)

@@ -289,8 +289,8 @@ def test_language_model_is_no_reward_model(tmp_path: Path) -> None:
 # The reward files that the configurations name.
 
 
-def reward_of(name: str) -> Callable[..., float]:
-    return load_reward_function(f"{REPOSITORY}/configs/rewards/{name}.py:reward")
+def reward_of(name: str, *, function: str = "reward") -> Callable[..., float]:
+    return load_reward_function(f"{REPOSITORY}/configs/rewards/{name}.py:{function}")
 
 
 @pytest.mark.parametrize(
@@ -320,6 +320,28 @@ def test_quickstart_reward(response: str, score: float) -> None:
 )
 def test_arithmetic_reward(response: str, score: float) -> None:
     assert reward_of("arithmetic")(prompt="", response=response, answer="42") == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [  # as SmolLM2 writes them
+        ("17 + 25 = 42", 1.0),
+        ("The answer is 42.", 1.0),
+        ('The answer is "42."', 1.0),
+        ("17 + 25 equals **42**", 1.0),
+        ("$\\boxed{42}$", 1.0),
+        ("42\n\n", 1.0),
+        ("The answer is 42, which is 17 more than 25", 0.0),  # the last number counts
+        ("17 + 25 = 4", 0.0),
+        ("17 + 25 = 42\n\n1. Add", 0.0),
+        ("41", 0.0),
+        ("Four-two", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_arithmetic_correct(response: str, score: float) -> None:
+    correct = reward_of("arithmetic", function="correct")
+    assert correct(prompt="", response=response, answer="42") == score
 
 
 def test_arithmetic_reward_reads_subtractions_and_thousands() -> None:
