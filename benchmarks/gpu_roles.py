@@ -1,4 +1,4 @@
-"""One-rank roles for the GPU benchmarks: models with random weights, built as the trainer does."""
+"""Roles for the GPU benchmarks: models with random weights, built as the trainer does."""
 
 import gc
 from collections.abc import Sequence
@@ -14,12 +14,13 @@ from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.parallel import ParallelLayout
-from rlhf_megatron.micro_batches import micro_batches_of
+from rlhf_megatron.micro_batches import micro_batches_of, pack_samples
 from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD, build_model
 from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
 from rlhf_megatron.ppo import PpoStep
 
 LEARNING_RATE = 1e-6
+ONE_RANK = ParallelLayout((0,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,10 @@ def build_role(
     context: DistributedContext,
     factory: GroupFactory,
     trained: bool = True,
+    layout: ParallelLayout = ONE_RANK,
 ) -> ModelEngine:
-    """The actor or the critic on this one rank."""
-    groups = build_role_groups(role, layout=ParallelLayout((0,)), factory=factory)
+    """The actor or the critic, on a rank of `layout`."""
+    groups = build_role_groups(role, layout=layout, factory=factory)
     assert groups is not None
     model = build_model(
         arch,
@@ -89,13 +91,10 @@ def micro_batches(
     engine: ModelEngine, *, batch: RaggedBatch, samples: Sequence[int], micro_batch_tokens: int
 ) -> list[MicroBatch]:
     """Those of one update on `samples`."""
-    return micro_batches_of(
-        engine,
-        batch=batch,
-        samples=samples,
-        fields=(),
-        micro_batch_tokens=micro_batch_tokens,
+    packing = pack_samples(
+        engine, batch=batch, samples=samples, micro_batch_tokens=micro_batch_tokens
     )
+    return micro_batches_of(engine, batch=batch, packing=packing, fields=())
 
 
 def new_factory(context: DistributedContext) -> GroupFactory:

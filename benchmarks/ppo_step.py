@@ -2,6 +2,7 @@
 
     python benchmarks/ppo_step.py --shape llama-3.2-1b --prompts 256 --steps 2
     python benchmarks/ppo_step.py --shape tiny --device cpu --prompts 4 --micro-batch-tokens 256
+    torchrun --nproc-per-node 2 benchmarks/ppo_step.py --layout tp2 --engines tp2
 
 A run of the trainer with actor, critic, reference and vLLM on one GPU; random weights, prompts and
 response lengths of the realistic spread (gpu_shapes.py), a reward that costs nothing. The first
@@ -13,6 +14,10 @@ step is not counted. Then, in the same process, on the same lengths, the four pa
   reshard     sleep, wake, weight sync, wake
 
 Figures are medians over the counted steps, and over the rounds of the parts.
+
+On several ranks, started with torchrun, the step alone is measured: --layout is that of all roles,
+--engines one vLLM over both ranks or one on each. What has to leave a GPU between its phases, so
+that a large model fits, is said with --override.
 """
 
 import argparse
@@ -24,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 from gpu_engine import BareVllm, fix_lengths
 from gpu_machine import dense_tflops, describe, join, print_header, seconds_of
@@ -32,6 +38,7 @@ from gpu_shapes import SHAPES, Lengths, Shape, draw_lengths, prompt_token_ids, r
 from ppo_step_files import write_model, write_prompts, write_reward
 
 from rlhf_megatron.config import Config
+from rlhf_megatron.data.exchange import share_out
 from rlhf_megatron.distributed.seeds import seed_everything
 from rlhf_megatron.distributed.start import DistributedContext, finish, release_cached_memory
 from rlhf_megatron.observability.ledger import PhaseLedger
@@ -51,13 +58,47 @@ PARTS = {
 }
 """Part -> the phases of a step that do its work."""
 OTHER_PHASES = ("reward", "advantage")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {},
+}
+"""Of all roles; data parallelism takes the ranks that are left."""
+ENGINES = {"tp1": 1, "2xtp1": 1, "tp2": 2}
+"""-> rollout.tensor_parallel_size"""
+SHOWN_METRICS = (
+    "ppo/policy_loss",
+    "critic/value_loss",
+    "grad_norm/actor",
+    "grad_norm/critic",
+    "ppo/ratio_mean",
+    "kl/mean",
+    "parity/logprob_abs_diff_mean",
+    "parity/logprob_abs_diff_max",
+    "reshard/bytes_received",
+    "reshard/bytes_minimum",
+    "reshard/seconds",
+    "train/mfu",
+    "gpu/memory_active_gb",
+)
+
+
+def model_folder(options: argparse.Namespace, *, folder: Path) -> Path:
+    """Where the model is."""
+    found: Path = options.model_folder or folder / "model"
+    return found
 
 
 def write_config(options: argparse.Namespace, *, shape: Shape, folder: Path, on_gpu: bool) -> Path:
     """The run's YAML file."""
     precision = options.precision or ("bf16" if on_gpu else "fp32")
     samples = options.prompts * options.responses_per_prompt
-    role = {"precision": precision, "layer_spec": options.layer_spec}
+    role = {
+        "precision": precision,
+        "layer_spec": options.layer_spec,
+        "parallel": LAYOUTS[options.layout],
+    }
     trained = role | {"recompute": {"granularity": options.recompute}}
     text = {
         "run": {"output_dir": str(folder / "run"), "steps": options.steps + 1},
@@ -67,7 +108,10 @@ def write_config(options: argparse.Namespace, *, shape: Shape, folder: Path, on_
             "add_bos": "no",
         },
         "actor": trained
-        | {"model": str(folder / "model"), "optimizer": {"learning_rate": LEARNING_RATE}},
+        | {
+            "model": str(model_folder(options, folder=folder)),
+            "optimizer": {"learning_rate": LEARNING_RATE},
+        },
         "critic": trained | {"optimizer": {"learning_rate": LEARNING_RATE}},
         "ref": role,
         "reward": {"function": f"{folder / 'reward.py'}:reward"},
@@ -80,6 +124,7 @@ def write_config(options: argparse.Namespace, *, shape: Shape, folder: Path, on_
             "max_response_tokens": shape.max_response_tokens,
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "max_num_seqs": options.max_num_seqs,
+            "tensor_parallel_size": ENGINES[options.engines],
         },
         "ppo": {
             "mini_batch_samples": max(samples // options.updates, 1),
@@ -97,7 +142,9 @@ def write_config(options: argparse.Namespace, *, shape: Shape, folder: Path, on_
 
 def build_trainer(config: Config, *, context: DistributedContext) -> Trainer:
     """As main.train does."""
-    open_run_folder(config, point=None)
+    if context.rank == 0:
+        open_run_folder(config, point=None)
+    dist.barrier(group=context.job_group)
     setup_logging(config.run.output_dir, rank=context.rank, hide=config.secrets.hide)
     seed_everything(config.run.seed)
     placement = role_placement(config, world_size=context.world_size)
@@ -109,6 +156,18 @@ def build_trainer(config: Config, *, context: DistributedContext) -> Trainer:
             signals=None, time_limit=None, group=context.job_group, device=context.device
         ),
     )
+
+
+def lengths_of_engine(
+    trainer: Trainer, *, lengths: Lengths, responses_per_prompt: int
+) -> list[int]:
+    """Of the responses of this rank's engine, which answers its share of the prompts."""
+    engine, count = trainer.weights.engine, trainer.num_engines
+    assert engine is not None
+    by_prompt = lengths.responses.view(-1, responses_per_prompt)
+    # Of two ranks, an engine's first rank is its number.
+    mine = share_out(len(by_prompt), part=engine.ranks[0], num_parts=count)
+    return by_prompt[list(mine)].flatten().tolist()
 
 
 def step_seconds(run: Path) -> dict[str, list[float]]:
@@ -218,7 +277,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--responses-per-prompt", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="counted steps")
-    parser.add_argument("--rounds", type=int, default=1, help="of the parts alone")
+    parser.add_argument("--rounds", type=int, default=1, help="of the parts alone; 0: leave them")
     parser.add_argument("--updates", type=int, default=4, help="optimizer steps a step")
     parser.add_argument(
         "--layer-spec", choices=("auto", "local", "transformer_engine"), default="auto"
@@ -227,6 +286,11 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch-tokens", type=int, default=0, help="default: the shape's (16384)"
     )
+    parser.add_argument(
+        "--model-folder", type=Path, help="keep the random weights there, for the next run"
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, default="one", help="of all roles")
+    parser.add_argument("--engines", choices=ENGINES, default="tp1")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
     parser.add_argument("--seed-per", choices=("engine", "request"), default="engine")
@@ -237,42 +301,91 @@ def main() -> None:
     options = parser.parse_args()
 
     context = join(options.device)
+    assert context.world_size == (1 if options.layout == "one" else 2), options.layout
+    with tempfile.TemporaryDirectory() as name:  # rank 0's is everyone's
+        shared = [name]
+        dist.broadcast_object_list(shared, src=0, group=context.job_group)
+        measure(options, context=context, folder=Path(shared[0]))
+        dist.barrier(group=context.job_group)
+    finish(0)
+
+
+def measure(options: argparse.Namespace, *, context: DistributedContext, folder: Path) -> None:
+    """Run the trainer, and on a job of one rank the parts alone; print and write the figures."""
     machine = describe(context.device)
     shape, responses = SHAPES[options.shape], options.responses_per_prompt
-    print_header(f"ppo_step, {shape.name}", machine=machine)
     dense = dense_tflops(context.device)
     lengths = draw_lengths(
         shape, num_samples=options.prompts * responses, responses_per_prompt=responses
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        arch = write_model(shape, folder / "model", device=context.device)
-        prompts = prompt_token_ids(random_batch(lengths, vocab_size=arch.vocab_size))[::responses]
+    arch = shape.write(folder / f"config_{context.rank}")
+    prompts = prompt_token_ids(random_batch(lengths, vocab_size=arch.vocab_size))[::responses]
+    if context.rank == 0:
+        print_header(f"ppo_step, {shape.name}, {options.layout}", machine=machine)
+        if options.model_folder is None or not (options.model_folder / "tokenizer.json").exists():
+            write_model(shape, model_folder(options, folder=folder), device=context.device)
         write_prompts(folder / "prompts.jsonl", prompts)
         write_reward(folder / "reward.py")
-        path = write_config(options, shape=shape, folder=folder, on_gpu=context.is_cuda)
-        config = load_and_validate([str(path)], overrides=options.override, world_size=1)
-        release_cached_memory(context.device)
-        trainer = build_trainer(config, context=context)
-        assert trainer.weights.engine is not None
-        fix_lengths(trainer.weights.engine, lengths.responses.tolist())
-        trainer.fit()
-        steps = step_seconds(folder / "run")
-        metrics = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+        write_config(options, shape=shape, folder=folder, on_gpu=context.is_cuda)
+    dist.barrier(group=context.job_group)
+    config = load_and_validate(
+        [str(folder / "config.yaml")], overrides=options.override, world_size=context.world_size
+    )
+    release_cached_memory(context.device)
+    trainer = build_trainer(config, context=context)
+    assert trainer.weights.engine is not None
+    fix_lengths(
+        trainer.weights.engine,
+        lengths_of_engine(trainer, lengths=lengths, responses_per_prompt=responses),
+    )
+    trainer.fit()
+    if context.rank != 0:
+        return
+    steps = step_seconds(folder / "run")
+    metrics = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     mean_length = float(lengths.responses.double().mean())
     assert abs(metrics["response/length_mean"] - mean_length) < 1e-3, "other lengths than asked for"
-    requests = [prompt for prompt in prompts for _ in range(responses)]
-    alone = Alone(trainer, prompts=requests, lengths=lengths)
-    for number in range(options.rounds):
-        alone.round(config.run.steps + 1 + number, counts=True)
-
-    found = ratios(steps, alone=alone.seconds)
     print(
-        f"  {len(requests)} samples, {int(lengths.totals.sum())} tokens, of them "
-        f"{int(lengths.responses.sum())} in responses; {options.steps} steps counted, parts alone "
-        f"{options.rounds} times; dense product {dense:.4g} TFLOP/s"
+        f"  {len(lengths.responses)} samples, {int(lengths.totals.sum())} tokens, of them "
+        f"{int(lengths.responses.sum())} in responses; {options.steps} steps counted; dense "
+        f"product {dense:.4g} TFLOP/s"
     )
-    print(table(steps, alone=alone.seconds))
+    report: dict[str, Any] = {
+        "machine": machine,
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "dense_tflops": dense,
+        "steps": steps,
+        "last_metrics": metrics,
+    }
+    if context.world_size == 1 and options.rounds > 0:
+        requests = [prompt for prompt in prompts for _ in range(responses)]
+        report |= measure_alone(
+            trainer, prompts=requests, lengths=lengths, steps=steps, rounds=options.rounds
+        )
+    else:
+        print(table(steps, alone={}))
+        shown = [key for key in SHOWN_METRICS if key in metrics]
+        print("last step: " + ", ".join(f"{key} {metrics[key]:.5g}" for key in shown))
+    row = {phase: round(median(seconds), 3) for phase, seconds in steps.items()}
+    print(f"ROW {shape.name} {options.layout} {options.engines} {json.dumps(row)}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure_alone(
+    trainer: Trainer,
+    *,
+    prompts: list[tuple[int, ...]],
+    lengths: Lengths,
+    steps: dict[str, list[float]],
+    rounds: int,
+) -> dict[str, Any]:
+    """The parts by themselves, printed beside the step; the figures."""
+    alone = Alone(trainer, prompts=prompts, lengths=lengths)
+    for number in range(rounds):
+        alone.round(trainer.config.run.steps + 1 + number, counts=True)
+    found = ratios(steps, alone=alone.seconds)
+    print(f"parts alone {rounds} times\n{table(steps, alone=alone.seconds)}")
     for part, phases in PARTS.items():
         one, other = (
             sum(median(seconds[phase]) for phase in phases) for seconds in (steps, alone.seconds)
@@ -284,17 +397,7 @@ def main() -> None:
         f"engine's sleep among the parts); sleep, wake and reshard {found['hand_over_share']:.1%} "
         "of the step"
     )
-    if options.json is not None:
-        report: dict[str, Any] = found | {
-            "machine": machine,
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "dense_tflops": dense,
-            "steps": steps,
-            "alone": dict(alone.seconds),
-            "last_metrics": metrics,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    finish(0)
+    return found | {"alone": dict(alone.seconds)}
 
 
 if __name__ == "__main__":

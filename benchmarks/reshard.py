@@ -30,8 +30,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from link_rates import link_rates, over_ranks, synchronize
 from memory_peak import MemoryPeak
 
 from rlhf_megatron.distributed.config import DistributedConfig
@@ -46,13 +48,16 @@ from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.ranks import run_ranks
 from rlhf_megatron.reshard.engines import propose_engines
 from rlhf_megatron.reshard.execute import Resharder
+from rlhf_megatron.reshard.messages import DIRECT_BYTES
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
+
+if TYPE_CHECKING:
+    from rlhf_megatron.distributed.groups import GroupFactory, RoleGroups
+    from rlhf_megatron.distributed.start import DistributedContext
 
 DTYPE = torch.bfloat16
 PAIRS = ("tp2,pp4>tp2", "tp4,pp2>tp4", "tp2,pp2,dp2>tp4", "tp1,pp4,dp2>tp2")
 PERIOD, LONGEST_ROW = 1 << 20, 1 << 15
-LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-"""Of each collective that measures the link."""
 
 
 def _llama(**numbers: int | bool) -> ModelArchitecture:
@@ -75,7 +80,7 @@ SHAPES = {
     ),
     "tiny": _llama(
         num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=500, head_dim=8, tie_word_embeddings=True,
+        num_key_value_heads=4, vocab_size=512, head_dim=8, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 
@@ -117,7 +122,8 @@ class Model:
         self._device = device
         self._names = {t.name: number for number, t in enumerate(logical_tensors(arch, head="lm"))}
         generator = torch.Generator().manual_seed(1)
-        self._noise = torch.randn(PERIOD + LONGEST_ROW, generator=generator).to(DTYPE)
+        noise = torch.randn(PERIOD + LONGEST_ROW, generator=generator)
+        self._noise = noise.to(device=device, dtype=DTYPE)
 
     def fill(self, layout: RankLayout, tensors: Mapping[str, torch.Tensor]) -> None:
         for placement in layout:
@@ -131,15 +137,14 @@ class Model:
     def _values(self, placement) -> torch.Tensor:  # type: ignore[no-untyped-def]
         """Each row is a window on the noise, so that every box of a tensor can be made alone."""
         box = placement.box
-        rows = (
-            torch.arange(box.start[0], box.stop[0]) * 104729 + 7919 * self._names[placement.tensor]
-        )
+        numbers = torch.arange(box.start[0], box.stop[0], device=self._device)
+        rows = numbers * 104729 + 7919 * self._names[placement.tensor]
         columns = range(1)
         if len(box.start) > 1:
             columns = range(box.start[1], box.stop[1])
         windows = self._noise.unfold(0, len(columns), 1)
         values = windows[rows % PERIOD + columns.start]
-        return values.view(box.shape).to(self._device)
+        return values.view(box.shape)
 
 
 def empty_tensors(layout: RankLayout, *, device: torch.device) -> dict[str, torch.Tensor]:
@@ -163,6 +168,7 @@ def planned(
     bucket_bytes: int,
     context,  # type: ignore[no-untyped-def]
     minimum: list[int],
+    direct_bytes: int = DIRECT_BYTES,
 ) -> Way:
     """Our sync. Appends this rank's least bytes to `minimum`."""
     plan = make_plan(
@@ -181,11 +187,13 @@ def planned(
         target=target,
         dtype=DTYPE,
         device=context.device,
+        direct_bytes=direct_bytes,
     )
     minimum.append(plan.minimum_bytes.get(context.rank, 0))
 
     def run() -> int:
         received = resharder.run().bytes_received
+        resharder.release_buffers()  # as the trainer does after each sync
         return received
 
     return Way(name, run, checker(model, target_layouts[context.rank], target, name=name))
@@ -221,14 +229,30 @@ def measure_rank(options: argparse.Namespace) -> int:
     return run_ranks(body, config=DistributedConfig(device=options.device))
 
 
-def _measure_pair(pair: Pair, *, options, context, factory) -> dict:  # type: ignore[no-untyped-def]
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class Prepared:
+    """A pair's layouts, and this rank's parameters on both sides: full, and 0."""
 
-    from benchmarks.reshard_baselines import GatherSync
+    model: Model
+    groups: "RoleGroups"
+    engines: list[tuple[int, ...]]
+    source_layouts: Mapping[int, RankLayout]
+    target_layouts: Mapping[int, RankLayout]
+    source: dict[str, torch.Tensor]
+    target: dict[str, torch.Tensor]
+
+
+def prepare(
+    pair: Pair,
+    *,
+    arch: ModelArchitecture,
+    context: "DistributedContext",
+    factory: "GroupFactory",
+) -> Prepared:
+    """Collective over the job."""
     from rlhf_megatron.distributed.groups import build_role_groups
 
     rank, device = context.rank, context.device
-    arch, bucket_bytes = SHAPES[options.shape], int(options.bucket_mb * 1e6)
     groups = build_role_groups("train", layout=pair.train, factory=factory)
     assert groups is not None
     model = Model(arch, device=device)
@@ -244,23 +268,40 @@ def _measure_pair(pair: Pair, *, options, context, factory) -> dict:  # type: ig
     source = empty_tensors(source_layouts[rank], device=device)
     model.fill(source_layouts[rank], source)
     target = empty_tensors(target_layouts[rank], device=device)
+    return Prepared(model, groups, engines, source_layouts, target_layouts, source, target)
+
+
+def gather_way(prepared: Prepared, *, bucket_bytes: int, context: "DistributedContext") -> Way:
+    """(a) of this file's head."""
+    from reshard_baselines import GatherSync
+
+    layout, target = prepared.target_layouts[context.rank], prepared.target
+    gather = GatherSync(
+        prepared.groups, source_layouts=prepared.source_layouts, target_layout=layout,
+        source=prepared.source, target=target, dtype=DTYPE, device=context.device,
+        bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    return Way("gather", gather.run, checker(prepared.model, layout, target, name="gather"))
+
+
+def _measure_pair(pair: Pair, *, options, context, factory) -> dict:  # type: ignore[no-untyped-def]
+    import torch.distributed as dist
+
+    arch, bucket_bytes = SHAPES[options.shape], int(options.bucket_mb * 1e6)
+    prepared = prepare(pair, arch=arch, context=context, factory=factory)
     minimum: list[int] = []
     ours = planned(
-        model, name="ours", source_layouts=source_layouts, target_layouts=target_layouts,
-        source=source, target=target, bucket_bytes=bucket_bytes, context=context, minimum=minimum,
+        prepared.model, name="ours", source_layouts=prepared.source_layouts,
+        target_layouts=prepared.target_layouts, source=prepared.source, target=prepared.target,
+        bucket_bytes=bucket_bytes, context=context, minimum=minimum,
     )  # fmt: skip
-    gather = GatherSync(
-        groups, source_layouts=source_layouts, target_layout=target_layouts[rank], source=source,
-        target=target, dtype=DTYPE, device=device, bucket_bytes=bucket_bytes,
-    )  # fmt: skip
-    ways = [
-        ours,
-        Way("gather", gather.run, checker(model, target_layouts[rank], target, name="gather")),
-    ]
-    result = _rounds(ways, rounds=options.rounds, group=context.job_group, device=device)
-    least = _over_ranks(minimum[0], dist.ReduceOp.SUM, context.job_group, device)
-    result |= {"pair": pair.text, "engines": engines, "minimum": int(least)}
-    del ways, ours, gather, source, target
+    ways = [ours, gather_way(prepared, bucket_bytes=bucket_bytes, context=context)]
+    group, device = context.job_group, context.device
+    result = measure_ways(ways, rounds=options.rounds, group=group, device=device)
+    least = over_ranks(minimum[0], dist.ReduceOp.SUM, group, device)
+    result |= {"pair": pair.text, "engines": prepared.engines, "minimum": int(least)}
+    model, groups = prepared.model, prepared.groups
+    del ways, ours, prepared
     gc.collect()
     if not options.skip_core:
         result |= _against_core(
@@ -273,8 +314,8 @@ def _measure_pair(pair: Pair, *, options, context, factory) -> dict:  # type: ig
 def _against_core(pair, *, arch, model, groups, options, context, factory) -> dict:  # type: ignore[no-untyped-def]
     """Ours and megatron.core.resharding, from one Megatron model into another."""
     from megatron.core.resharding.refit import swap_model_weights
+    from reshard_baselines import PointToPoint
 
-    from benchmarks.reshard_baselines import PointToPoint
     from rlhf_megatron.distributed.groups import build_role_groups
     from rlhf_megatron.models.build import build_model
     from rlhf_megatron.placed_role import role_layouts
@@ -310,10 +351,10 @@ def _against_core(pair, *, arch, model, groups, options, context, factory) -> di
         return service.bytes_received - before
 
     ways = [ours, Way("core", core, checker(model, target_layouts[rank], target, name="core"))]
-    return _rounds(ways, rounds=options.rounds, group=context.job_group, device=device)
+    return measure_ways(ways, rounds=options.rounds, group=context.job_group, device=device)
 
 
-def _rounds(ways: list[Way], *, rounds: int, group, device: torch.device) -> dict:  # type: ignore[no-untyped-def]
+def measure_ways(ways: list[Way], *, rounds: int, group, device: torch.device) -> dict:  # type: ignore[no-untyped-def]
     """Seconds of every round, bytes over all ranks, and the worst rank's extra memory."""
     import torch.distributed as dist
 
@@ -325,20 +366,20 @@ def _rounds(ways: list[Way], *, rounds: int, group, device: torch.device) -> dic
         dist.barrier(group=group)
         peak = MemoryPeak(device)
         mine = way.run()
-        memory[way.name] = _over_ranks(
+        memory[way.name] = over_ranks(
             peak.stop() - peak.before_bytes, dist.ReduceOp.MAX, group, device
         )
-        received[way.name] = int(_over_ranks(mine, dist.ReduceOp.SUM, group, device))
+        received[way.name] = int(over_ranks(mine, dist.ReduceOp.SUM, group, device))
         way.check()
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
-            _synchronize(device)
+            synchronize(device)
             dist.barrier(group=group)
             start = time.perf_counter()
             way.run()
-            _synchronize(device)
+            synchronize(device)
             took = time.perf_counter() - start
-            seconds[way.name].append(_over_ranks(took, dist.ReduceOp.MAX, group, device))
+            seconds[way.name].append(over_ranks(took, dist.ReduceOp.MAX, group, device))
     for way in ways[:1]:
         way.run()
         way.check()
@@ -347,46 +388,6 @@ def _rounds(ways: list[Way], *, rounds: int, group, device: torch.device) -> dic
         for kind, values in (("seconds", seconds), ("bytes", received), ("memory", memory))
         for way in ways
     }
-
-
-def link_rates(group, *, device: torch.device) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """10^9 bytes a second that a rank receives in large collectives of all ranks at once."""
-    import torch.distributed as dist
-
-    size = dist.get_world_size(group)
-    count = (LINK_BYTES[device.type] // size) * size
-    sent, received = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
-    share = received[: count // size]
-    ways: dict[str, Callable[[], object]] = {
-        "all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(sent, share, group=group),
-    }
-    rates = {}
-    for name, run in ways.items():
-        times = []
-        for _ in range(6):
-            _synchronize(device)
-            dist.barrier(group=group)
-            start = time.perf_counter()
-            run()
-            _synchronize(device)
-            took = _over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX, group, device)
-            times.append(took)
-        rates[name] = count * (size - 1) / size / statistics.median(times[1:]) / 1e9
-    return rates
-
-
-def _over_ranks(value: float, operation, group, device: torch.device) -> float:  # type: ignore[no-untyped-def]
-    import torch.distributed as dist
-
-    tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=operation, group=group)
-    return float(tensor)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 HEADER = (

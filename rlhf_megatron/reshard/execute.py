@@ -22,7 +22,7 @@ from rlhf_megatron.reshard.strips import join
 logger = logging.getLogger("rlhf_megatron.reshard")
 
 WORD = torch.int64
-"""What local copies move where sizes and strides allow it."""
+"""What copies move, to pack and to unpack as well, where sizes and strides allow it."""
 
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Parameters by name, or what returns them, asked in each run. Their storage may move between runs.
@@ -51,6 +51,8 @@ class _Parcel:
     peer: int
     numel: int
     views: list[Tensor]
+    words: list[Tensor]
+    """The same as words; empty where some do not allow it."""
     is_direct: bool
     """It lies in one piece in a parameter, and travels from there or to there without a buffer."""
 
@@ -236,8 +238,12 @@ class Resharder:
 
     def _parcel(self, message: Message, *, views: list[Tensor]) -> _Parcel:
         flat = [view.view(-1) if view.is_contiguous() else view for view in views]
-        is_direct = len(flat) == 1 and flat[0].dim() == 1 and flat[0].dtype == self._dtype
-        return _Parcel(message.peer, message.numel, flat, is_direct)
+        converts = any(view.dtype != self._dtype for view in flat)
+        is_direct = len(flat) == 1 and flat[0].dim() == 1 and not converts
+        words = []
+        if not converts and all(map(_holds_words, flat)):
+            words = [view.view(WORD) for view in flat]
+        return _Parcel(message.peer, message.numel, flat, words, is_direct)
 
     def _make_buffers(self, bound: _Bound) -> list[_Buffer]:
         return [
@@ -354,8 +360,11 @@ def _look_up(tensors: Tensors) -> Mapping[str, Tensor]:
 
 def _slots(parcel: _Parcel, *, message: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Each view's place in the packed message, shaped like the view, and the view."""
-    slots = message.split([view.numel() for view in parcel.views])
+    views = parcel.views
+    if parcel.words and _holds_words(message):
+        message, views = message.view(WORD), parcel.words
+    slots = message.split([view.numel() for view in views])
     return [
         (slot if view.dim() == 1 else slot.view(view.shape), view)
-        for slot, view in zip(slots, parcel.views, strict=True)
+        for slot, view in zip(slots, views, strict=True)
     ]

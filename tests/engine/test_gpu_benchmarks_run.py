@@ -7,13 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_megatron.launcher import free_port
+
 ROOT = Path(__file__).parents[2]
 
 
 def run(name: str, *words: str, folder: Path) -> dict:
     pytest.importorskip("vllm", reason="vLLM is not installed here")
+    return run_file([sys.executable], name, "--shape", "tiny", *words, folder=folder)
+
+
+def run_on_two_ranks(name: str, *words: str, folder: Path) -> dict:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return run_file([*command, "--master-port", str(free_port())], name, *words, folder=folder)
+
+
+def run_file(command: list[str], name: str, *words: str, folder: Path) -> dict:
     file = folder / "figures.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / name), "--shape", "tiny", *words]
+    command = [*command, str(ROOT / "benchmarks" / name), *words]
     command += ["--device", "cpu", "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,3 +82,34 @@ def test_ppo_step(tmp_path):
     assert found["last_metrics"]["step"] == 2
     assert found["last_metrics"]["ppo/optimizer_steps"] == 2
     assert found["last_metrics"]["parity/logprob_abs_diff_mean"] < 1e-4
+
+
+def test_ppo_step_on_two_ranks(tmp_path):
+    words = ["--prompts", "2", "--responses-per-prompt", "2", "--steps", "1", "--updates", "2"]
+    words += ["--shape", "tiny", "--layout", "pp2", "--engines", "2xtp1"]
+    found = run_on_two_ranks("ppo_step.py", *words, folder=tmp_path)
+    assert set(found["steps"]) >= {"rollout", "update_critic", "update_actor", "reshard", "step"}
+    assert found["last_metrics"]["reshard/bytes_received"] > 0
+    assert found["last_metrics"]["parity/logprob_abs_diff_mean"] < 1e-4
+
+
+def test_two_gpus(tmp_path):
+    words = ["--shapes", "tiny", "--micro-batches", "3", "--rounds", "1"]
+    found = run_on_two_ranks("two_gpus.py", *words, folder=tmp_path)["tiny"]
+    assert found["problems"] == {key: [] for key in ("one", "one, half", "tp2", "pp2", "dp2")}
+    norms = [f["metrics"]["grad_norm/actor"] for f in found["layouts"].values()]
+    assert norms == pytest.approx([norms[0]] * 5, rel=1e-4) and norms[0] > 0
+    assert all(
+        set(f["seconds"]) == {"actor pass", "actor update", "critic pass", "critic update"}
+        for f in found["layouts"].values()
+    )
+
+
+def test_reshard_link(tmp_path):
+    words = ["--shapes", "tiny", "--rounds", "1", "--settings", "1:0.5", "0.02:0.001"]
+    found = run_on_two_ranks("reshard_link.py", *words, folder=tmp_path)
+    assert set(found["link"]) == {"all_to_all", "all_gather", "messages"}
+    assert [pair["pair_ratio"] for pair in found["pairs"]] == [2.0, 1.0, 1.0]
+    for pair in found["pairs"]:
+        assert pair["1:0.5_bytes"] == pair["0.02:0.001_bytes"] == pair["minimum"] > 0
+        assert pair["gather_bytes"] >= pair["minimum"]

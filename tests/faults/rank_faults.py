@@ -6,6 +6,10 @@ prints, for each phase and kind, how long after the fault the other rank has end
 line that it said. The limit of a phase is LIMIT_SECONDS; the jobs mostly wait for it, so that some
 can run side by side (--at-once). The fault is planted through a listener of the phase ledger,
 SECONDS_INTO_PHASE after it begins.
+
+    python tests/faults/rank_faults.py --all --device cuda --kind exit --kind kill --at-once 13
+
+does it on two GPUs over NCCL, in bf16, and looks afterwards whether any process is left on them.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_use import gpu_use, left_on_gpus
 from tiny_run import LONGEST_SECONDS, Job, listen_to_phases, make_files, preload, settings
 
 LIMIT_SECONDS = 30.0
@@ -28,6 +33,8 @@ SECONDS_BEYOND_LIMIT = 15.0
 """Within which the job is over."""
 KINDS = ("raise", "exit", "stop", "hang")
 """RuntimeError; os._exit; SIGSTOP to its own process; an endless wait in Python."""
+KILL = "kill"
+"""SIGKILL to its own process: as exit, but nothing of Python or the driver's runs any more."""
 PHASES = (
     ("evaluation_rollout", 0),
     ("evaluation_reward", 0),
@@ -62,6 +69,8 @@ class RankFault:
     """Of each phase of the job."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of the job, with __ for dots."""
+    on_gpus: bool = False
+    """Two of them, over NCCL; on a CPU else."""
 
     def install(self, rank: int) -> None:
         """In the process of `rank`, before the program starts."""
@@ -77,6 +86,8 @@ class RankFault:
             raise RuntimeError("planted")
         if self.kind == "exit":
             os._exit(EXIT_CODE)
+        if self.kind == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(3600)
@@ -98,8 +109,12 @@ class Outcome:
 
     @property
     def first_line(self) -> str:
-        found = [line for line in self.text.splitlines() if line.startswith("error: ")]
-        return found[0] if found else ""
+        return self.error_lines[0] if self.error_lines else ""
+
+    @property
+    def error_lines(self) -> list[str]:
+        """Of the program: NCCL and torch write lines of other forms."""
+        return [line for line in self.text.splitlines() if line.startswith("error: ")]
 
     def problems(self, fault: RankFault) -> list[str]:
         """What is not as it should be."""
@@ -108,6 +123,7 @@ class Outcome:
         cause = {
             "raise": f"rank {fault.rank} failed in {place}: RuntimeError: planted",
             "exit": f"rank {fault.rank} died in {place}: its process is gone",
+            KILL: f"rank {fault.rank} died in {place}: its process is gone",
             "stop": f"rank {fault.rank} stopped responding in {place}: its process is stopped",
             "hang": f"rank {fault.rank} hangs in {place}: for ",
         }[fault.kind]
@@ -116,7 +132,7 @@ class Outcome:
             found.append(f"exit codes {self.codes}")
         if not self.first_line.startswith(f"error: {cause}"):
             found.append(f"does not begin with {cause!r}")
-        if self.text.count("error: ") != 1:
+        if len(self.error_lines) != 1:
             found.append("more than one error")
         if self.seconds > fault.limit_seconds + SECONDS_BEYOND_LIMIT:
             found.append(f"{self.seconds:.0f} s")
@@ -148,6 +164,13 @@ def run_side_by_side(faults: Sequence[RankFault], *, files: Path, folder: Path) 
 
 def _start(fault: RankFault, *, files: Path, folder: Path) -> Job:
     """Two ranks, TP2, the hf engine."""
+    gpu_settings: dict[str, Any] = {
+        "parity__action": "warn",
+        "doctor__at_start": False,
+        "rollout__sleep_residual_gb": 1000,  # the jobs share the GPUs
+    }
+    gpu_settings |= {f"{role}__precision": "bf16" for role in ("actor", "critic", "ref")}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
     words = settings(
         files,
         output=folder / "run",
@@ -160,9 +183,17 @@ def _start(fault: RankFault, *, files: Path, folder: Path) -> Job:
             f"{role}__parallel__pipeline_model_parallel_size": 1
             for role in ("actor", "critic", "ref")
         },
+        **(gpu_settings if fault.on_gpus else {}),
         **fault.settings,
     )
-    return Job(words, logs=folder / "logs", world_size=2, trigger=fault)  # type: ignore[arg-type]
+    return Job(
+        words,
+        logs=folder / "logs",
+        world_size=2,
+        trigger=fault,  # type: ignore[arg-type]
+        environment={"CUDA_VISIBLE_DEVICES": visible} if fault.on_gpus else None,
+        start_method="spawn" if fault.on_gpus else "forkserver",
+    )
 
 
 def _outcome(job: Job, *, fault: RankFault, end: float | None) -> Outcome:
@@ -176,7 +207,12 @@ def _outcome(job: Job, *, fault: RankFault, end: float | None) -> Outcome:
 
 
 def faults(
-    phases: Iterable[tuple[str, int]], *, kinds: Iterable[str], folder: Path
+    phases: Iterable[tuple[str, int]],
+    *,
+    kinds: Iterable[str],
+    folder: Path,
+    limit_seconds: float = LIMIT_SECONDS,
+    on_gpus: bool = False,
 ) -> Iterator[RankFault]:
     """Each kind in each phase, of rank 0 and rank 1 in turn."""
     for index, (phase, step) in enumerate(phases):
@@ -187,6 +223,8 @@ def faults(
                 step=step,
                 rank=(index + number) % 2,
                 note=folder / f"{phase}_{kind}",
+                limit_seconds=limit_seconds,
+                on_gpus=on_gpus,
             )
 
 
@@ -207,25 +245,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every phase (default: rollout)")
     parser.add_argument("--phase", action="append", help="only this phase; may be repeated")
-    parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind")
+    parser.add_argument(
+        "--kind", action="append", choices=(*KINDS, KILL), help="only this kind; may be repeated"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="jobs side by side (default: 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=LIMIT_SECONDS, help="of a phase (default: 30)"
+    )
     options = parser.parse_args()
+    on_gpus = options.device == "cuda"
+    before = gpu_use() if on_gpus else None
     wanted = options.phase or ([name for name, _ in PHASES] if options.all else ["rollout"])
     preload("hf")
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rank_faults_") as name:
         folder = Path(name)
         make_files(folder / "files")
-        print(f"limit of a phase: {LIMIT_SECONDS:.0f} s\n")
+        print(f"limit of a phase: {options.limit_seconds:.0f} s\n")
         print("| phase | kind | rank | seconds to the end | first line |\n|---|---|---|---|---|")
         phases = [(phase, step) for phase, step in PHASES if phase in wanted]
-        wanted_faults = list(faults(phases, kinds=options.kind or KINDS, folder=folder))
+        wanted_faults = list(
+            faults(
+                phases,
+                kinds=options.kind or KINDS,
+                folder=folder,
+                limit_seconds=options.limit_seconds,
+                on_gpus=on_gpus,
+            )
+        )
         for first in range(0, len(wanted_faults), options.at_once):
             some = wanted_faults[first : first + options.at_once]
             outcomes = run_side_by_side(some, files=folder / "files", folder=folder / "jobs")
             for fault, outcome in zip(some, outcomes, strict=True):
                 failed += show(outcome, fault=fault)
             shutil.rmtree(folder / "jobs")
+    if before is not None:
+        left = left_on_gpus(before)
+        print(f"\non the GPUs afterwards: {'; '.join(left) or 'nothing that was not there before'}")
+        failed += len(left)
     return 1 if failed else 0
 
 

@@ -30,12 +30,13 @@ LONGEST_SECONDS = 280.0
 PRELOADED = ["transformers.models.llama.modeling_llama", "rlhf_megatron.trainer"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-_context = get_context("forkserver")
 
 
 def preload(engine: str) -> None:
     """Call before the first job of a process: what the server of the ranks imports."""
-    _context.set_forkserver_preload(PRELOADED + (["vllm"] if engine == "vllm" else []))
+    get_context("forkserver").set_forkserver_preload(
+        PRELOADED + (["vllm"] if engine == "vllm" else [])
+    )
 
 
 def make_files(folder: Path) -> None:
@@ -183,15 +184,19 @@ class Job:
         world_size: int = WORLD_SIZE,
         environment: dict[str, str] | None = None,
         trigger: Trigger | None = None,
+        start_method: str = "forkserver",
     ) -> None:
+        """start_method: "spawn" for ranks that use a GPU, which no process may do that was forked
+        from one that has looked for GPUs."""
         logs.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.logs = logs
         self.started = time.monotonic()
+        context = get_context(start_method)
         self.ranks = [
-            _context.Process(
+            context.Process(  # type: ignore[attr-defined]
                 target=_rank,
                 args=(list(words), rank, world_size, port, logs, environment or {}, trigger),
             )
