@@ -509,4 +509,5 @@ class Trainer:
             template_dir=self.config.actor.model,
             dtype=actor.dtype,
             overwrite=overwrite,
+            device=self.context.device,
         )

@@ -176,7 +176,7 @@ def _device_of(parameters: Mapping[str, Tensor], *, group: dist.ProcessGroup) ->
     """Where the parameters are; a rank without any takes what the group can move."""
     for parameter in parameters.values():
         return parameter.device
-    on_gpu = dist.get_backend(group) == "nccl"
+    on_gpu = "nccl" in dist.get_backend_config(group)  # of the job: cpu:gloo,cuda:nccl
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

@@ -86,8 +86,12 @@ def set_adam_steps(optimizer: Any, *, steps: int) -> None:
     for part in _parts(optimizer):
         adam = part.optimizer
         if isinstance(adam, torch.optim.Optimizer) and type(adam).__module__.startswith("torch."):
-            for state in adam.state.values():
-                state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    if parameter in adam.state:
+                        # The fused kernel reads the count on the device, the others on the host.
+                        device = parameter.device if group["fused"] else "cpu"
+                        adam.state[parameter]["step"] = torch.tensor(float(steps), device=device)
         else:
             for group in adam.param_groups:
                 group["step"] = steps

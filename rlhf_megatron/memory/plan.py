@@ -120,7 +120,12 @@ def plan_memory(
             config,
             is_gpu=machine.gpu_memory_bytes is not None,
             roles=[
-                role_memory(s, rank=ranks[0], kernels=_kernels(s, machine=machine))
+                role_memory(
+                    s,
+                    rank=ranks[0],
+                    kernels=_kernels(s, machine=machine),
+                    on_gpu=machine.gpu_memory_bytes is not None,
+                )
                 for s in settings
                 if ranks[0] in s.layout.ranks
             ],
@@ -168,7 +173,6 @@ def role_settings(
                 else recompute_of(role),
                 offload=offload_of(role),
                 lora_rank=lora_rank if is_trained else 0,
-                has_fused_adam=role.layer_spec == "transformer_engine",
             )
         )
     return found

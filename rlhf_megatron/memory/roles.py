@@ -38,8 +38,6 @@ class RoleSetting:
     offload: OffloadChoice
     lora_rank: int = 0
     """Above 0: the weights are frozen, and adapters of this rank are trained (planned only)."""
-    has_fused_adam: bool = False
-    """Transformer Engine is there, and with it an AdamW that needs no workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +48,15 @@ class RoleMemory:
     model: StageModel
     resident: Mapping[Part, int]
     optimizer_workspace: int
-    """Of AdamW's step: torch's multi-tensor one makes a float32 array over the rank's whole shard,
-    a fused one (Transformer Engine, NVIDIA's apex) none."""
+    """Of AdamW's step: on a CPU torch's multi-tensor one makes a float32 array over the rank's
+    whole shard; the fused ones on a GPU make none."""
     checkpoint_workspace: int
     """To gather a parameter's optimizer state from its replicas."""
     checkpoint_host: int
     """Copies in host memory from which checkpoints are written."""
 
 
-def role_memory(setting: RoleSetting, *, rank: int, kernels: Kernels) -> RoleMemory:
+def role_memory(setting: RoleSetting, *, rank: int, kernels: Kernels, on_gpu: bool) -> RoleMemory:
     """Of a rank that the role has."""
     at = setting.layout.coordinates(rank)
     itemsize = itemsize_of(setting.precision)
@@ -97,7 +95,7 @@ def role_memory(setting: RoleSetting, *, rank: int, kernels: Kernels) -> RoleMem
             "gradients": trained.buffer * FP32_BYTES,
             "optimizer": trained.shard * per_element,
         },
-        optimizer_workspace=0 if setting.has_fused_adam else trained.shard * FP32_BYTES,
+        optimizer_workspace=0 if on_gpu else trained.shard * FP32_BYTES,
         checkpoint_workspace=(
             max(map(largest, chunks)) * FP32_BYTES if replicas > 1 and state else 0
         ),

@@ -42,6 +42,7 @@ def test_an_updates_peak_is_as_planned(context, model_dir, granularity, samples)
         ),
         rank=0,
         kernels="flash",
+        on_gpu=True,
     )
     sizes = BatchSizes(
         micro_tokens=samples * SEQUENCE_TOKENS,
