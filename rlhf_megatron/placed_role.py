@@ -1,6 +1,7 @@
 """A role as every rank knows it, whether it holds a part of its model or not."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.engine.model_engine import ModelEngine
+from rlhf_megatron.engine.offload import WEIGHTS
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.megatron import megatron_layouts
@@ -44,6 +46,10 @@ class PlacedRole:
     def parameters(self) -> Mapping[str, Tensor]:
         """This rank's, by name."""
         return self.engine.model.parameters() if self.engine is not None else {}
+
+    def weights_here(self) -> AbstractContextManager[None]:
+        """Inside, this rank's part of the weights is on its device."""
+        return self.engine.memory.on_device(WEIGHTS) if self.engine is not None else nullcontext()
 
 
 def role_layouts(model: RoleModel) -> dict[int, RankLayout]:

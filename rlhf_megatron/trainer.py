@@ -5,26 +5,22 @@ Every rank runs it alike; what rank 0 does beside is printing and writing.
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf_megatron import assembly, checks
+from rlhf_megatron.actor_weights import ActorWeights
 from rlhf_megatron.algorithms.kl import kl_controller
 from rlhf_megatron.architectures import Architectures, read_architectures
 from rlhf_megatron.bad_steps import BadSteps, Judges
 from rlhf_megatron.batch import RaggedBatch
-from rlhf_megatron.checkpoint.hf_write import export_hf
 from rlhf_megatron.checkpointing import Checkpointer
 from rlhf_megatron.config import Config
 from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.data.loader import PromptLoader
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
-from rlhf_megatron.engine.offload import WEIGHTS
 from rlhf_megatron.engine_weights import EngineWeights
 from rlhf_megatron.evaluation import Evaluator, append_evaluation
 from rlhf_megatron.experience import ExperienceMaker
@@ -111,7 +107,7 @@ class Trainer:
         if resume is None:
             self._warm_up(data)
         self._offload(self.actor)
-        with self._actor_weights_here():
+        with self.actor.weights_here():
             self._build_other_roles(architectures, groups=groups)
         if self.offload.is_used:
             self.say(str(self.offload))
@@ -122,6 +118,14 @@ class Trainer:
         self.num_engines = len(placement.engines)
         engine = assembly.build_rollout_engine(config, placement=placement, context=context)
         self.weights = self._build_engine_weights(engine, placement=placement, groups=groups)
+        self.actor_weights = ActorWeights(
+            self.actor,
+            config=config,
+            engine_weights=self.weights,
+            is_split=self.exchange.is_split,
+            group=self.job,
+            device=context.device,
+        )
         stops = assembly.stop_token_ids(config, tokenizer=data.tokenizer, arch=architectures.actor)
         self.sampling = SamplingParameters(
             temperature=config.rollout.temperature,
@@ -376,7 +380,7 @@ class Trainer:
 
         def log_probs(batch: RaggedBatch) -> torch.Tensor:
             own = None
-            with self._actor_on_device(version=version):
+            with self.actor_weights.on_device(version=version):
                 if self.actor.engine is not None:
                     plan = [list(range(len(batch)))]
                     found = self.ppo.log_probs(self.actor.engine, batch=batch, plan=plan)
@@ -397,27 +401,6 @@ class Trainer:
             version=version,
         )
         self.say(str(report))
-
-    @contextmanager
-    def _actor_on_device(self, *, version: int) -> Iterator[None]:
-        """Outside its phases, while the engine, which has weights `version`, is awake."""
-        if self._actor_is_here():
-            yield
-            return
-        with self.weights.asleep(version=version), self._actor_weights_here():
-            yield
-
-    def _actor_is_here(self) -> bool:
-        """The same on all ranks."""
-        if self.exchange.is_split:
-            return WEIGHTS not in offloaded_kinds(self.config, role="actor")
-        assert self.actor.engine is not None
-        return self.actor.engine.memory.is_here(WEIGHTS)
-
-    def _actor_weights_here(self) -> AbstractContextManager[None]:
-        """Inside, this rank's part of the actor's weights is on its device."""
-        engine = self.actor.engine
-        return engine.memory.on_device(WEIGHTS) if engine is not None else nullcontext()
 
     def _evaluates_after(self, step: int) -> bool:
         config = self.config
@@ -470,8 +453,7 @@ class Trainer:
             append_evaluation(self.folder, report=report)
         self.say(f"evaluation after step {step}: mean reward {report.reward_mean:.4f}")
         if self.evaluations.add(report) and step > 0 and self.config.evaluation.keep_best:
-            with self._actor_on_device(version=step):
-                self._export(self.folder / "checkpoints" / "best", overwrite=True)
+            self.actor_weights.export(self.folder / "checkpoints" / "best", version=step)
 
     def _write_ledger(self) -> StepLedger:
         """The records of all ranks since the last step."""
@@ -492,22 +474,5 @@ class Trainer:
         self.checkpointer.finish()
         self.output.before_and_after(self.evaluations)
         if self.config.export.final:
-            with self._actor_on_device(version=self.config.run.steps):
-                self._export(self.folder / "hf", overwrite=True)
+            self.actor_weights.export(self.folder / "hf", version=self.config.run.steps)
         self.output.close(self.evaluations)
-
-    def _export(self, target: Path, *, overwrite: bool) -> None:
-        actor = self.actor
-        export_hf(
-            target,
-            arch=actor.arch,
-            head="lm",
-            layouts=actor.layouts,
-            parameters=actor.parameters(),
-            rank=self.context.rank,
-            group=self.job,
-            template_dir=self.config.actor.model,
-            dtype=actor.dtype,
-            overwrite=overwrite,
-            device=self.context.device,
-        )
