@@ -92,7 +92,6 @@ def build(head: str, *, options: argparse.Namespace, factory: GroupFactory) -> M
     return ModelEngine(
         model,
         device=device,
-        job_group=dist.group.WORLD,
         optimizer_config=OptimizerConfig(learning_rate=1e-4),
     )
 
