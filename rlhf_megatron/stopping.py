@@ -53,6 +53,16 @@ class StopSignals:
             target=self._watch, args=(reader,), name="stop-signals", daemon=True
         ).start()
 
+    def hold(self) -> None:
+        """Take the signals back from a library that has set a handler of its own, or, below
+        Python, the default one: the process would end without saving. On the main thread."""
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            found = signal.signal(number, _nothing)
+            if found is not _nothing:
+                name = signal.Signals(number).name
+                logger.warning("%s had been taken over by %r; taken back", name, found)
+
     @property
     def reason(self) -> str:
         """The signal that asked for the stop; "" where none did."""
@@ -163,7 +173,9 @@ class StopAgreement:
         """Why the run stops; "" while it goes on. On a rank that was not told: "another rank"."""
 
     def step_begins(self) -> None:
-        """From here to its first update the step may be abandoned."""
+        """From here to its first update the step may be abandoned. On the main thread."""
+        if self._signals is not None:
+            self._signals.hold()
         self._may_abandon = True
 
     def updates_begin(self) -> None:

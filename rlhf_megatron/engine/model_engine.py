@@ -101,7 +101,9 @@ class ModelEngine:
                 for module in self._modules:
                     module.requires_grad_(False)
             else:
-                self._modules = wrap_for_training(model)
+                self._modules = wrap_for_training(
+                    model, overlap_grad_reduce=optimizer_config.overlap_grad_reduce
+                )
                 self.reset_optimizer()
 
     @property

@@ -26,11 +26,17 @@ def in_model_precision(model: RoleModel) -> list[Any]:
     return [Float16Module(model.config, chunk) for chunk in model.chunks]
 
 
-def wrap_for_training(model: RoleModel) -> list[DistributedDataParallel]:
-    """Gradient buffers in float32, reduced once per optimizer step as sums, not means."""
+def wrap_for_training(
+    model: RoleModel, *, overlap_grad_reduce: bool
+) -> list[DistributedDataParallel]:
+    """Gradient buffers in float32, reduced once per optimizer step as sums, not means.
+
+    overlap_grad_reduce: as OptimizerConfig's; without replicas it means nothing.
+    """
+    overlaps = overlap_grad_reduce and model.groups.layout.data_parallel_size > 1
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlaps,
         use_distributed_optimizer=True,
     )
     wrapped = [
@@ -38,6 +44,10 @@ def wrap_for_training(model: RoleModel) -> list[DistributedDataParallel]:
         for chunk in in_model_precision(model)
     ]
     model.config.finalize_model_grads_func = finalize_model_grads
+    if overlaps:
+        # The schedules keep all micro-batches but the last from setting reductions off.
+        functions = [module.no_sync for module in wrapped]
+        model.config.no_sync_func = functions if len(functions) > 1 else functions[0]
     if model.fused_norms:
         _accumulate_in_place(wrapped)
     return wrapped

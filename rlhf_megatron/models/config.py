@@ -40,6 +40,11 @@ class OptimizerConfig:
     """Largest global gradient norm; larger gradients are scaled down. 0 switches clipping off.
     Default 1."""
 
+    overlap_grad_reduce: bool = False
+    """Between replicas: add gradients up bucket by bucket (40 million elements, or 1 million for
+    each replica where that is more) while the backward pass of an update's last micro-batch goes
+    on, not all of them after it. Default false."""
+
 
 @dataclass(kw_only=True)
 class RecomputeConfig:

@@ -31,8 +31,13 @@ NUM_ROUNDS = 3
 SEED = 7
 
 
-def optimizer_config() -> OptimizerConfig:
-    return OptimizerConfig(learning_rate=RATE, weight_decay=0.1, clip_grad=1.0)
+def optimizer_config(*, overlap_grad_reduce: bool = False) -> OptimizerConfig:
+    return OptimizerConfig(
+        learning_rate=RATE,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        overlap_grad_reduce=overlap_grad_reduce,
+    )
 
 
 def ppo_config(**changes) -> PpoConfig:
@@ -101,6 +106,7 @@ class Case:
     actor: Shape = field(default_factory=Shape)
     critic: Shape | None = None
     changes: dict = field(default_factory=dict)
+    overlap_grad_reduce: bool = False
 
     @property
     def world_size(self) -> int:
@@ -111,15 +117,14 @@ def run_updates(rank: int, models: Path, rollout: Path, case: Case) -> Trace:
     """NUM_ROUNDS rounds on the recorded rollout, as TrainingStep.run takes them."""
     config, factory = ppo_config(**case.changes), new_factory()
     other = case.critic or case.actor
-    actor = build_role(
-        models / "llama", shape=case.actor, factory=factory, optimizer=optimizer_config()
-    )
+    optimizer = optimizer_config(overlap_grad_reduce=case.overlap_grad_reduce)
+    actor = build_role(models / "llama", shape=case.actor, factory=factory, optimizer=optimizer)
     critic = build_role(
         models / "critic",
         shape=other,
         factory=factory,
         head=VALUE_HEAD,
-        optimizer=optimizer_config(),
+        optimizer=optimizer,
     )
     ref = build_role(models / "reference", shape=other, factory=factory)
     ppo = PpoStep(

@@ -203,3 +203,33 @@ def test_the_first_signal_asks_and_a_second_one_ends(
     )
     assert (done.returncode, done.stdout) == (code, said), done.stderr
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+TAKEN_OVER = """
+import ctypes, os, signal, sys, time
+from rlhf_megatron import stopping
+signals = stopping.StopSignals()
+if sys.argv[1] == "python":
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+else:  # as native code does, which Python does not see
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(int(signal.SIGTERM), None)
+if sys.argv[2] == "held":
+    signals.hold()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.3)
+print(signals.reason)
+"""
+
+
+@pytest.mark.parametrize("where", ["python", "native"])
+def test_a_signal_that_a_library_has_taken_over_is_taken_back(where: str) -> None:
+    def result(held: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", TAKEN_OVER, where, held]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout
+
+    assert result("held") == (0, "SIGTERM\n")
+    assert result("lost") == (-signal.SIGTERM, "")
