@@ -48,7 +48,6 @@ from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.ranks import run_ranks
 from rlhf_megatron.reshard.engines import propose_engines
 from rlhf_megatron.reshard.execute import Resharder
-from rlhf_megatron.reshard.messages import DIRECT_BYTES
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def planned(
     bucket_bytes: int,
     context,  # type: ignore[no-untyped-def]
     minimum: list[int],
-    direct_bytes: int = DIRECT_BYTES,
+    direct_bytes: int | None = None,
 ) -> Way:
     """Our sync. Appends this rank's least bytes to `minimum`."""
     plan = make_plan(
@@ -187,7 +186,7 @@ def planned(
         target=target,
         dtype=DTYPE,
         device=context.device,
-        direct_bytes=direct_bytes,
+        least_direct_bytes=direct_bytes,
     )
     minimum.append(plan.minimum_bytes.get(context.rank, 0))
 

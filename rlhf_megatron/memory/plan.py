@@ -252,6 +252,7 @@ def _sync_buffers(
         bucket_bytes=bucket_bytes,
         gpus_per_node=machine.gpus_per_node,
         listed=listed,
+        on_gpu=machine.gpu_memory_bytes is not None,
     )
 
 

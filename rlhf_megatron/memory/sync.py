@@ -12,7 +12,7 @@ from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.memory.parameters import Shapes, physical_shapes
 from rlhf_megatron.reshard.engines import propose_engines
-from rlhf_megatron.reshard.messages import DIRECT_BYTES, make_exchange, packed_numel
+from rlhf_megatron.reshard.messages import direct_bytes, make_exchange, packed_numel
 from rlhf_megatron.reshard.minimum import Away
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, RankPlan, make_plan
 
@@ -35,6 +35,7 @@ def transfer_buffers(
     bucket_bytes: int,
     gpus_per_node: int,
     listed: tuple[int, ...],
+    on_gpu: bool,
 ) -> dict[int, int]:
     """Bytes of the buffers of each of the `listed` ranks, as reshard.execute.Resharder makes them.
 
@@ -81,7 +82,7 @@ def transfer_buffers(
             mine,
             source=_shapes(source.get(rank, ())),
             target=_shapes(target.get(rank, ())),
-            direct_numel=DIRECT_BYTES // itemsize,
+            direct_numel=direct_bytes(on_gpu=on_gpu) // itemsize,
         )
         for rank, mine in plan.by_rank.items()
     }

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.reshard.messages import DIRECT_BYTES, Message, make_exchange
+from rlhf_megatron.reshard.messages import Message, direct_bytes, make_exchange
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, ReshardPlan, Transfer
 from rlhf_megatron.reshard.strips import join
 
@@ -106,8 +106,10 @@ class Resharder:
     """Moves weights by one plan, over and over.
 
     Collective over `group`, whose ranks may send, receive, both or neither. Elements travel as
-    `dtype`, converted by the sender. `device` holds the buffers, two to send from and two to
-    receive in, each as large as what any bucket has to pack; they stay until `release_buffers`.
+    `dtype`, converted by the sender. Strips of `least_direct_bytes` or more (default: those of
+    messages.direct_bytes) travel unpacked where they lie in one piece. `device` holds the buffers,
+    two to send from and two to receive in, each as large as what any bucket has to pack; they stay
+    until `release_buffers`.
     Views of the parameters are kept between runs, and with them the storage that they had: who
     gives the parameters other storage to save memory must `release` them. With the environment
     variable RLHF_MEGATRON_DEBUG=1 each exchange is timed, by itself, and logged.
@@ -123,7 +125,7 @@ class Resharder:
         target: Tensors,
         dtype: torch.dtype,
         device: torch.device,
-        direct_bytes: int = DIRECT_BYTES,
+        least_direct_bytes: int | None = None,
     ) -> None:
         assert dtype.itemsize == plan.itemsize_bytes, (dtype, plan.itemsize_bytes)
         self._rank, self._group = rank, group
@@ -134,13 +136,14 @@ class Resharder:
         position = {r: index for index, r in enumerate(dist.get_process_group_ranks(group))}
         mine = plan.by_rank.get(rank)
         self._copies = join(mine.copies if mine else [])
+        least = least_direct_bytes or direct_bytes(on_gpu=device.type == "cuda")
         empty: list[list[Transfer]] = [[] for _ in range(plan.num_buckets)]
         self._exchanges = [
             make_exchange(
                 sends,
                 receives=receives,
                 position=position.__getitem__,
-                direct_numel=direct_bytes // plan.itemsize_bytes,
+                direct_numel=least // plan.itemsize_bytes,
             )
             for sends, receives in zip(
                 mine.sends if mine else empty, mine.receives if mine else empty, strict=True

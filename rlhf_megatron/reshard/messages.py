@@ -10,7 +10,17 @@ from rlhf_megatron.reshard.strips import Strip, View, join
 
 DIRECT_BYTES = 1 << 19
 """A strip from this size on is a message of its own. Smaller ones would cost more as messages than
-to be packed: two H200s reach 356 GB/s in large sends and 6 in sends of 128 KiB."""
+to be packed."""
+
+GPU_DIRECT_BYTES = 1 << 23
+"""The same between GPUs, which copy faster than they send: two H200s reach 356 GB/s in large sends
+and 6 in sends of 128 KiB (docs/resharding.md)."""
+
+
+def direct_bytes(*, on_gpu: bool) -> int:
+    """The size for a device."""
+    return GPU_DIRECT_BYTES if on_gpu else DIRECT_BYTES
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -141,7 +141,7 @@ def sync_all(rank, pair):
         target = {name: torch.zeros(shape) for name, shape in shapes_of(wanted).items()}
         stats = Resharder(
             plan, rank=rank, group=dist.group.WORLD, source=source, target=target,
-            dtype=torch.float32, device=CPU, direct_bytes=DIRECT_BYTES,
+            dtype=torch.float32, device=CPU, least_direct_bytes=DIRECT_BYTES,
         ).run()  # fmt: skip
         shapes = {t.name: t.shape for t in tensors}
         whole = gathered(source_layouts, own=source, shapes=shapes)
