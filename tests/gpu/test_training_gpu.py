@@ -1,12 +1,15 @@
 """The quickstart's task on a GPU: vLLM beside Megatron-Core, one rank and four on one device."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rlhf_megatron.errors import EXIT_STOPPED_RESUMABLE
 from rlhf_megatron.launcher import launch
 
 ROOT = Path(__file__).parents[2]
@@ -42,8 +45,8 @@ def quickstart(tmp_path_factory):
     return folder
 
 
-def run(folder, output, overrides, *, num_processes):
-    command = [
+def command(folder, output, overrides):
+    return [
         sys.executable,
         str(ROOT / "tests/gpu/one_gpu_rank.py"),
         "--config",
@@ -57,7 +60,10 @@ def run(folder, output, overrides, *, num_processes):
         *GPU_OVERRIDES,
         *overrides,
     ]
-    assert launch(command, num_processes=num_processes) == 0
+
+
+def run(folder, output, overrides, *, num_processes):
+    assert launch(command(folder, output, overrides), num_processes=num_processes) == 0
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -107,6 +113,25 @@ def test_ways_to_keep_and_renew_the_engines_weights(quickstart, tmp_path, capfd,
     for step in metrics:
         if step["off_policy/weight_version_lag_max"] == 0:
             assert step["parity/logprob_abs_diff_mean"] <= 0.05
+
+
+def test_a_run_with_cuda_graphs_stops_where_it_is_asked_to(quickstart, tmp_path):
+    """Compilers and graphs may take signals over: SIGTERM must still save and end with 3."""
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    overrides = [*ONE_RANK, "rollout.engine=vllm", "rollout.tensor_parallel_size=1"]
+    overrides += ["rollout.enforce_eager=false", "warmup.steps=0", "run.steps=100000"]
+    metrics = tmp_path / "run/metrics.jsonl"
+    with subprocess.Popen(command(quickstart, tmp_path / "run", overrides)) as process:
+        deadline = time.monotonic() + 300
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(timeout=120) == EXIT_STOPPED_RESUMABLE
+        finally:
+            process.kill()
+    assert (tmp_path / "run/checkpoints/latest").exists()
 
 
 def test_four_ranks_share_one_gpu_at_tp2_pp2(quickstart, tmp_path):
