@@ -22,7 +22,7 @@ from rlhf_megatron.data.exchange import gather_lists
 from rlhf_megatron.engine.model_engine import ModelEngine, StepResult
 from rlhf_megatron.errors import JobError
 from rlhf_megatron.faults_config import FaultsConfig
-from rlhf_megatron.ppo import Update
+from rlhf_megatron.updates import Update
 
 logger = logging.getLogger(__name__)
 

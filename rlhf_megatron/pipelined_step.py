@@ -18,10 +18,11 @@ import torch
 from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.data.prompts import PromptRow
 from rlhf_megatron.experience import Experience, Rollouts
-from rlhf_megatron.ppo import UpdateReport, score_metrics
+from rlhf_megatron.ppo import score_metrics
 from rlhf_megatron.rewards.score import ScoringFailure
 from rlhf_megatron.step import StepOutcome, TrainingStep
 from rlhf_megatron.stopping import StepAbandoned
+from rlhf_megatron.updates import UpdateReport
 
 
 @dataclass(frozen=True, kw_only=True)

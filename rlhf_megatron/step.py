@@ -20,16 +20,11 @@ from rlhf_megatron.data.loader import PromptLoader
 from rlhf_megatron.engine_weights import EngineWeights
 from rlhf_megatron.experience import Experience, ExperienceMaker
 from rlhf_megatron.observability.ledger import PhaseLedger
-from rlhf_megatron.ppo import (
-    MiniBatch,
-    PpoStep,
-    UpdateReport,
-    score_metrics,
-    update_kl_controller,
-)
+from rlhf_megatron.ppo import PpoStep, score_metrics, update_kl_controller
 from rlhf_megatron.role_exchange import RoleExchange
 from rlhf_megatron.rollout.contract import SamplingParameters
 from rlhf_megatron.throughput import Throughput
+from rlhf_megatron.updates import MiniBatch, UpdateReport
 from rlhf_megatron.weight_sync import SyncReport
 
 FINITE_METRICS = (

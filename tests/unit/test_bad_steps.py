@@ -12,7 +12,7 @@ from rlhf_megatron.batch import RaggedBatch, from_sequences, load_batch
 from rlhf_megatron.engine.model_engine import StepResult
 from rlhf_megatron.errors import JobError
 from rlhf_megatron.faults_config import FaultsConfig
-from rlhf_megatron.ppo import Update
+from rlhf_megatron.updates import Update
 
 
 def small_batch(**response: list[float]) -> RaggedBatch:
