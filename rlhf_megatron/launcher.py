@@ -5,6 +5,7 @@ here a bad configuration ends as the one line that the trainer prints, with exit
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,21 +13,35 @@ import sys
 import time
 from collections.abc import Sequence
 
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 GRACE_SECONDS = 20.0
 """How long the other ranks may take to leave by themselves once one has failed."""
 
 
+PORTS = range(20000, 32000)
+"""Below those that systems give to outgoing connections (32768 and up on Linux): of these, another
+program may have taken one by the time that rank 0, some seconds later, listens."""
+
+
 def free_port() -> int:
-    """A TCP port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free at the moment, at random, so that jobs that start at once differ."""
+    chooser = random.SystemRandom()  # seeded runs begin alike
+    for _ in range(1000):
+        port = chooser.choice(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port from {PORTS.start} to {PORTS.stop - 1}")
 
 
 def launch(command: Sequence[str], *, num_processes: int) -> int:
     """Run `command` once per rank; returns 0, or the exit code of the first rank that failed.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks.
+    While they run, the signals of PASSED_ON go to the ranks.
     """
     common = os.environ | {
         "WORLD_SIZE": str(num_processes),
@@ -45,11 +60,12 @@ def launch(command: Sequence[str], *, num_processes: int) -> int:
             if process.poll() is None:
                 process.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, pass_on)
+    former = {number: signal.signal(number, pass_on) for number in PASSED_ON}
     try:
         return _wait(ranks)
     finally:
+        for number, handler in former.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         for process in ranks:
             if process.poll() is None:
                 process.kill()
