@@ -214,6 +214,7 @@ def _build_role(
             layer_spec_name=options.layer_spec,
             recompute=getattr(options, "recompute", NO_RECOMPUTE),
             device=context.device,
+            fp8=options.fp8,
             seed=seed,
         )
         engine = ModelEngine(

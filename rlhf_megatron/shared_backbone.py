@@ -15,7 +15,7 @@ from rlhf_megatron.loader import show
 from rlhf_megatron.models.config import ActorConfig, CriticConfig
 
 _OWN = frozenset({"shared_backbone", "shared_loss_weight"})
-_LIKE_ACTOR = ("precision", "layer_spec", "parallel.")
+_LIKE_ACTOR = ("precision", "layer_spec", "fp8", "parallel.")
 """Keys that may be set, as a configuration for two models sets them, to what the actor has."""
 _REASONS = {
     "model": "the critic is a head on the actor's model",

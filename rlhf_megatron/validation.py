@@ -24,6 +24,7 @@ from rlhf_megatron.rewards.config import refused_reward
 from rlhf_megatron.rollout.config import refused_engine_args
 from rlhf_megatron.shared_backbone import refused_shared_backbone, trained_roles
 from rlhf_megatron.validation_placement import placement_problems, ranks_problem
+from rlhf_megatron.validation_precision import precision_problems
 
 NOT_SUPPORTED_YET = {
     "context_parallel_size": "context parallelism is",
@@ -217,24 +218,7 @@ def _roles(config: Config, *, world_size: int) -> Iterator[str]:
         roles.append(("ref", config.ref.parallel))
     for role, parallel in roles:
         yield from _parallel(parallel, role=role, world_size=world_size, is_placed=role in placed)
-    precisions = [("critic", config.critic.precision)]
-    specs = [("actor", config.actor.layer_spec), ("critic", config.critic.layer_spec)]
-    if config.ppo.kl.place != "off":
-        precisions.append(("ref", config.ref.precision))
-        specs.append(("ref", config.ref.layer_spec))
-    for role, precision in precisions:
-        if precision != config.actor.precision:
-            yield (
-                f"{role}.precision={precision}: must equal "
-                f"actor.precision={config.actor.precision}, since the roles exchange tensors; "
-                f"set {role}.precision={config.actor.precision}"
-            )
-    for role, spec in specs:
-        if spec == "transformer_engine" and config.distributed.device == "cpu":
-            yield (
-                f"{role}.layer_spec={spec}: needs a GPU, and distributed.device=cpu; take local "
-                "or auto"
-            )
+    yield from precision_problems(config)
 
 
 def _parallel(

@@ -39,6 +39,9 @@ from rlhf_megatron.models.build import VALUE_HEAD, RoleModel
 from rlhf_megatron.models.config import OptimizerConfig
 from rlhf_megatron.models.vocab_parallel import TokenLogProbs, token_log_probs
 
+FP8_TOKENS = 16
+"""Products in 8-bit floats take rows in multiples of it (cuBLAS, Transformer Engine)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossResult:
@@ -110,7 +113,8 @@ class ModelEngine:
     def pad_to_multiple(self) -> int:
         """Micro-batches' token counts must be a multiple of this."""
         config = self.model.config
-        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return shards * FP8_TOKENS if config.fp8 else shards
 
     def reset_optimizer(self) -> None:
         """A fresh optimizer over the present weights."""

@@ -121,6 +121,7 @@ def transformer_config(
     precision: str,
     recompute: RecomputeConfig,
     device: torch.device,
+    fp8: bool = False,
     dtype: torch.dtype | None = None,
     initialize: bool = True,
 ) -> TransformerConfig:
@@ -152,6 +153,9 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=bf16,
+        # Scales of the present tensors: nothing is carried from pass to pass, or in a checkpoint.
+        fp8="hybrid" if fp8 else None,
+        fp8_recipe="tensorwise",
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -206,6 +210,7 @@ def build_model(
     layer_spec_name: str,
     recompute: RecomputeConfig = NO_RECOMPUTE,
     device: torch.device,
+    fp8: bool = False,
     seed: int,
     dtype: torch.dtype | None = None,
     initialize: bool = True,
@@ -214,6 +219,7 @@ def build_model(
 
     initialize: False leaves the weights as the memory is, for a model that is filled and saved but
     never trained (its tensor-parallel attributes may be missing).
+    fp8: as ActorConfig.fp8; only where `use_transformer_engine` holds.
     head "lm" keeps the output weight without its product (models/heads.py); "value" puts a scalar
     head in its place; "joint" has both.
     """
@@ -225,10 +231,12 @@ def build_model(
             precision=precision,
             recompute=recompute,
             device=device,
+            fp8=fp8,
             dtype=dtype,
             initialize=initialize,
         )
         fused = use_transformer_engine(layer_spec_name, device=device)
+        assert fused or not fp8, "fp8 without Transformer Engine"
         chunks = [
             _build_chunk(
                 arch, config=config, head=head, groups=groups, number=number, fused=fused,

@@ -74,6 +74,13 @@ class ActorConfig:
     """Layer implementation. "auto" (the default) takes Transformer Engine where it imports and the
     device is a GPU, else the project's own norm and attention in Megatron-Core's local layers."""
 
+    fp8: bool = False
+    """Matrix products of the layers in 8-bit floats through Transformer Engine: E4M3 forward, E5M2
+    for gradients, scaled tensor by tensor; weights, attention, embedding and output layer stay in
+    bf16. Needs precision bf16 and layer_spec transformer_engine. Log-probs then differ more from
+    the engine's, which computes in bf16: parity bounds and ppo.importance_sampling.cap may have to
+    follow. Default false."""
+
     recompute: RecomputeConfig = items(RecomputeConfig)
     """Activations recomputed in the backward pass."""
 
@@ -128,6 +135,9 @@ class CriticConfig:
     layer_spec: str = choice("auto", "local", "transformer_engine")
     """As actor.layer_spec."""
 
+    fp8: bool = False
+    """As actor.fp8. Default false."""
+
     recompute: RecomputeConfig = items(RecomputeConfig)
     """As actor.recompute."""
 
@@ -160,6 +170,9 @@ class ReferenceConfig:
 
     layer_spec: str = choice("auto", "local", "transformer_engine")
     """As actor.layer_spec."""
+
+    fp8: bool = False
+    """As actor.fp8; must equal it, or the KL penalty would measure rounding. Default false."""
 
     parallel: ParallelConfig = items(ParallelConfig)
     """Layout of the reference's ranks. Free to differ from the actor's."""

@@ -96,13 +96,15 @@ def test_varlen_attention_equals_attention_sequence_by_sequence(window):
 
 
 @pytest.mark.parametrize("spec", ["local", "transformer_engine"])
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 0.06)])
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 0.06), ("fp8", 0.5)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_equal_transformers(context, model_dirs, family, precision, bound, spec):
     if spec == "transformer_engine" and not transformer_engine_imports():
         pytest.skip("Transformer Engine is not installed here")
     if spec == "transformer_engine" and precision == "fp32":
         bound = 5e-3  # its products run in TF32
+    if spec == "local" and precision == "fp8":
+        pytest.skip("8-bit floats need Transformer Engine's layers")
     model_dir = model_dirs / family
     arch = read_architecture(model_dir)
     groups = build_role_groups(
@@ -114,9 +116,10 @@ def test_log_probs_equal_transformers(context, model_dirs, family, precision, bo
         arch,
         head="lm",
         groups=groups,
-        precision=precision,
+        precision="bf16" if precision == "fp8" else precision,
         layer_spec_name=spec,
         device=context.device,
+        fp8=precision == "fp8",
         seed=1,
     )
     load_hf_checkpoint(
@@ -130,8 +133,13 @@ def test_log_probs_equal_transformers(context, model_dirs, family, precision, bo
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(0, 131, (n,), generator=generator).tolist()  # noqa: E731
     batch = from_sequences([draw(n) for n in (3, 9, 1)], responses=[draw(n) for n in (20, 1, 50)])
+    assert engine.pad_to_multiple == (16 if precision == "fp8" else 1)
     micro = make_micro_batch(
-        batch, samples=[0, 1, 2], fields=(), pad_to_multiple=1, device=context.device
+        batch,
+        samples=[0, 1, 2],
+        fields=(),
+        pad_to_multiple=engine.pad_to_multiple,
+        device=context.device,
     )
 
     def outputs(hidden, micro_batch):

@@ -139,6 +139,22 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["distributed.device=cpu", "actor.layer_spec=transformer_engine"],
         ["actor.layer_spec=transformer_engine", "needs a GPU", "take local or auto"],
     ),
+    (
+        ["critic.fp8=true"],
+        ["critic.fp8=true", "critic.layer_spec=auto", "set critic.layer_spec=transformer_engine"],
+    ),
+    (
+        [
+            *(f"{role}.precision=fp32" for role in ("actor", "critic", "ref")),
+            "critic.fp8=true",
+            "critic.layer_spec=transformer_engine",
+        ],
+        ["critic.fp8=true", "goes with precision bf16", "critic.precision=fp32"],
+    ),
+    (
+        ["actor.fp8=true", "actor.layer_spec=transformer_engine"],
+        ["ref.fp8=false", "actor.fp8=true", "would measure rounding", "set ref.fp8=true"],
+    ),
     # rollout
     (
         ["rollout.tensor_parallel_size=3"],

@@ -41,7 +41,7 @@ BASE_FILES = {"__init__", "batch", "config", "errors", "faults_config", "folders
 BASE_FILES |= {"config_names", "loader", "placement_config", "schema", "secret_values"}
 # Rules between options read rank lists, so they stand above layout.
 SETTINGS_FILES = {"resolve", "role_ranks", "shared_backbone", "validation", "validation_model"}
-SETTINGS_FILES |= {"validation_placement"}
+SETTINGS_FILES |= {"validation_placement", "validation_precision"}
 TOP_FILES = {"cli", "main"}
 ROOMS = set().union(*LEVELS) - {"base", "settings", "trainer", "top"} | {"observability"}
 EXCEPTIONS = {
