@@ -38,9 +38,7 @@ def test_what_travels_is_where_the_buffers_are(monkeypatch, rank, parameters_are
     )
     monkeypatch.setattr(dist, "batch_isend_irecv", begin)
     layout = (whole(LogicalTensor("w", SHAPE), parameter="w"),)
-    plan = make_plan(
-        {0: layout}, {1: layout}, itemsize_bytes=2, bucket_bytes=1 << 20, ranks=[rank]
-    )
+    plan = make_plan({0: layout}, {1: layout}, itemsize_bytes=2, bucket_bytes=1 << 20, ranks=[rank])
     device = ELSEWHERE if parameters_are_there else torch.device("cpu")
     parameters = {"w": torch.empty(SHAPE, dtype=torch.bfloat16, device=device)}
     resharder = Resharder(
