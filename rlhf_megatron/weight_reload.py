@@ -136,7 +136,7 @@ class ReloadSync:
                     for t in part.tensors
                 )
             found = part.resharder.run()
-            part.resharder.release_buffers()
+            part.resharder.release()  # its views would hold every bucket until the next reload
             stats.bytes_received += found.bytes_received
             stats.bytes_minimum += found.bytes_minimum
             stats.seconds += found.seconds

@@ -20,7 +20,7 @@ from rlhf_megatron.layout.boxes import LogicalTensor, RankLayout
 from rlhf_megatron.layout.cuts import whole
 from rlhf_megatron.layout.tensors import Head, logical_tensors
 from rlhf_megatron.reshard.execute import Resharder
-from rlhf_megatron.reshard.plan import make_plan
+from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, make_plan
 
 _INDEX = "model.safetensors.index.json"
 
@@ -157,7 +157,7 @@ def _gather(
         source,
         target,
         itemsize_bytes=dtype.itemsize,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=max(1, bucket_bytes // BUCKETS_IN_FLIGHT),
         ranks=[rank],
     )
     Resharder(

@@ -222,8 +222,11 @@ class ModelEngine:
         def weighed(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
             result = loss(output, micro_batch)
             collected.append(result)
-            # Keeps the output in the graph of a micro-batch without response tokens.
+            # Keeps the output in the graph of a micro-batch without response tokens, and a head
+            # that the loss leaves out: overlap_grad_reduce waits for all parameters' gradients.
             loss_sum = result.loss_sum + 0.0 * output.sum()
+            if micro_batch.values is not None:
+                loss_sum = loss_sum + 0.0 * micro_batch.values.sum()
             return loss_sum, result.count.to(torch.int), {}
 
         for module in self._modules:

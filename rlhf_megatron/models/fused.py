@@ -20,7 +20,9 @@ def compiled_on_gpu(function: _Function) -> _Function:
     """`function`, compiled at its first call whose first argument is on a GPU. Without gradients.
 
     Compiled code is bound to whether its arguments require gradients: they are detached, so that
-    passes with and without gradients share it.
+    passes with and without gradients share it. It is also bound to a size of 0 or 1: few rows (an
+    empty micro-batch, the last of a chunk) are left to the plain function, since torch compiles a
+    function eight times and then leaves it plain for all sizes.
     """
 
     @cache
@@ -29,7 +31,7 @@ def compiled_on_gpu(function: _Function) -> _Function:
 
     @wraps(function)
     def call(first: Tensor, *rest: Any) -> Tensor:
-        if not first.is_cuda:
+        if not first.is_cuda or first.size(0) < 2:
             return function(first, *rest)
         given = (x.detach() if isinstance(x, Tensor) else x for x in (first, *rest))
         return compiled()(*given)  # type: ignore[no-any-return]

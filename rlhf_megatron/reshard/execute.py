@@ -54,7 +54,8 @@ class _Parcel:
     words: list[Tensor]
     """The same as words; empty where some do not allow it."""
     is_direct: bool
-    """It lies in one piece in a parameter, and travels from there or to there without a buffer."""
+    """It lies in one piece in a parameter, on the device where the buffers are, and travels from
+    there or to there without one."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,8 @@ class Resharder:
         flat = [view.view(-1) if view.is_contiguous() else view for view in views]
         converts = any(view.dtype != self._dtype for view in flat)
         is_direct = len(flat) == 1 and flat[0].dim() == 1 and not converts
+        # All of a bucket travels on one kind of device: an export receives into host memory.
+        is_direct = is_direct and flat[0].device.type == self._device.type
         words = []
         if not converts and all(map(_holds_words, flat)):
             words = [view.view(WORD) for view in flat]

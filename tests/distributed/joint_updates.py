@@ -27,8 +27,11 @@ from updates import (
 from rlhf_megatron.algorithms.kl import kl_controller
 from rlhf_megatron.batch import RaggedBatch, load_batch, save_batch
 from rlhf_megatron.checkpoint.optimizer_slices import own_ranges
+from rlhf_megatron.data.config import WarmupConfig
+from rlhf_megatron.data.prompts import Demonstration
 from rlhf_megatron.models.build import JOINT_HEAD
 from rlhf_megatron.ppo import PpoStep, update_kl_controller
+from rlhf_megatron.warmup import SupervisedWarmup
 
 WEIGHT = 0.7
 
@@ -71,7 +74,7 @@ def joint_step(
         shape=case.actor,
         factory=new_factory(),
         head=JOINT_HEAD,
-        optimizer=optimizer_config(),
+        optimizer=optimizer_config(overlap_grad_reduce=case.overlap_grad_reduce),
         precision=precision,
     )
     return PpoStep(
@@ -112,6 +115,23 @@ def run_joint(rank: int, models: Path, rollout: Path, case: Case) -> Trace:
         trace.rounds.append(metrics)
         trace.steps += [s.metrics | {"grad_norm/actor": s.grad_norm} for s in report.steps]
     return trace
+
+
+def warm_up_joint(rank: int, directory: Path, case: Case) -> list[float]:
+    """The losses of a supervised warm-up, which has no use for the values."""
+    actor = joint_step(directory, case=case).actor
+    assert actor is not None
+    demonstrations = [
+        Demonstration(prompt_ids=(n, n + 1), response_ids=(n + 2, 3, 1)) for n in range(4, 20)
+    ]
+    warmup = SupervisedWarmup(
+        actor,
+        demonstrations=demonstrations,
+        config=WarmupConfig(steps=3, samples_per_step=8),
+        micro_batch_tokens=16,
+        seed=SEED,
+    )
+    return [warmup.step() for _ in range(3)]
 
 
 class PlainJoint(PlainPpo):

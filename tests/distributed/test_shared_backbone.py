@@ -11,6 +11,7 @@ from joint_updates import (
     run_joint,
     run_plain_joint,
     save_joint,
+    warm_up_joint,
 )
 from pool import run_ranks
 from roles import Shape
@@ -27,6 +28,7 @@ CASES = [
     Case(name="pp2", actor=Shape(pp=2)),
     Case(name="pp2vpp2", actor=Shape(pp=2, vpp=2)),
     Case(name="tp2pp2dp2", actor=EIGHT),
+    Case(name="dp2_overlap", actor=Shape(dp=2), overlap_grad_reduce=True),
 ]
 
 
@@ -112,3 +114,13 @@ def test_the_gradient_in_bf16_is_near(joint_models, gradients, shape):
         assert head.difference_squared <= 0.2**2 * head.expected_squared
         whole = [sum(getattr(of, name) for of in found.values()) for name in SQUARES]
         assert whole[0] <= 0.2**2 * whole[1], whole
+
+
+def test_a_loss_that_leaves_a_head_out_is_that_of_one_replica(joint_models):
+    """With overlap a bucket waits for the gradients of all its parameters."""
+    directory = joint_models / "joint_llama"
+    (alone,) = run_ranks(1, warm_up_joint, directory, Case(name="alone"))
+    for overlaps in (False, True):
+        case = Case(name="dp2", actor=Shape(dp=2), overlap_grad_reduce=overlaps)
+        for found in run_ranks(2, warm_up_joint, directory, case):
+            assert found == pytest.approx(alone, rel=1e-5)

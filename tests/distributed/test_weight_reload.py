@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import run_ranks
 from small_reshards import ARCHITECTURES, CPU, filled, full_state, train_layouts
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlhf_megatron.layout.boxes import LogicalTensor
 from rlhf_megatron.layout.tensors import logical_tensors
@@ -40,15 +41,19 @@ class LazyLoader(Loader):
         self.tensors = dict([next(tensors)])
 
 
-def reload_on_rank(rank: int, name: str, lazy: bool, stale: bool) -> Any:
-    arch = ARCHITECTURES[name]
-    layouts = train_layouts(arch, **TRAINING)
-    live: dict[str, torch.Tensor] = {}
-    sync = ReloadSync(
-        source=layouts,
+class CopyingLoader(Loader):
+    """Keeps nothing that it is given, and knows of what memory that was."""
+
+    def load_weights(self, tensors) -> None:
+        self.memory = [StorageWeakRef(tensor.untyped_storage()) for _, tensor in tensors]
+
+
+def reload_sync(arch, *, rank: int, live) -> ReloadSync:
+    return ReloadSync(
+        source=train_layouts(arch, **TRAINING),
         tensors=logical_tensors(arch, head="lm"),
         rollout_ranks=ROLLING,
-        actor_parameters=lambda: live,
+        actor_parameters=live,
         dtype=torch.bfloat16,
         bucket_bytes=BUCKET_BYTES,
         rank=rank,
@@ -56,6 +61,13 @@ def reload_on_rank(rank: int, name: str, lazy: bool, stale: bool) -> Any:
         device=CPU,
         node_of=lambda _: 0,
     )
+
+
+def reload_on_rank(rank: int, name: str, lazy: bool, stale: bool) -> Any:
+    arch = ARCHITECTURES[name]
+    layouts = train_layouts(arch, **TRAINING)
+    live: dict[str, torch.Tensor] = {}
+    sync = reload_sync(arch, rank=rank, live=lambda: live)
     results = []
     for seed in (1, 2):
         changed = seed + 7 * (stale and rank == 1)
@@ -99,6 +111,23 @@ def test_stale_weights_are_named() -> None:
     messages = run_ranks(4, reload_on_rank, "tied", False, True)
     assert len(set(messages)) == 1
     assert "norm.weight: the source side of rank 1 differs" in messages[0]
+
+
+def kept_after_a_reload(rank: int) -> tuple[int, int]:
+    """How many tensors the loader was given, and of how many the memory is still there."""
+    arch = ARCHITECTURES["llama"]
+    held = train_layouts(arch, **TRAINING).get(rank, ())
+    live = filled(held, state=full_state(arch, seed=1), dtype=torch.bfloat16)
+    sync = reload_sync(arch, rank=rank, live=lambda: live)
+    loader: Any = CopyingLoader() if rank in ROLLING else None
+    sync.run(loader, verify=False)
+    memory = loader.memory if loader else []
+    return len(memory), sum(not ref.expired() for ref in memory)
+
+
+def test_the_model_is_not_kept_whole() -> None:
+    count = len(logical_tensors(ARCHITECTURES["llama"], head="lm"))
+    assert run_ranks(4, kept_after_a_reload) == [(0, 0), (count, 0), (count, 0), (0, 0)]
 
 
 @given(
