@@ -14,7 +14,8 @@ STEPS ?=
 ARGS ?=
 # Seconds after which one test counts as hung.
 TEST_TIMEOUT ?= 600
-# Tests that run side by side. Many wait for something; 0 is for ARGS="-s" and for a debugger.
+# Files of tests that run side by side: what a file's tests share is made once. Many wait for
+# something; 0 is for ARGS="-s" and for a debugger.
 TEST_WORKERS ?= 2
 
 # The longest first: what is short fills the gaps at the end.
@@ -32,7 +33,7 @@ quickstart: $(VENV)/.cpu-installed
 		run.seed=$(SEED) $(if $(STEPS),run.steps=$(STEPS)) $(ARGS)
 
 test: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
+	$(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 		--timeout=$(TEST_TIMEOUT) $(ARGS)
 
 lint: $(VENV)/.dev-installed

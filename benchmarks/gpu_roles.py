@@ -14,7 +14,7 @@ from rlhf_megatron.engine.microbatch import MicroBatch
 from rlhf_megatron.engine.model_engine import ModelEngine
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.parallel import ParallelLayout
-from rlhf_megatron.micro_batches import micro_batches_of, pack_samples
+from rlhf_megatron.micro_batches import micro_batches_of
 from rlhf_megatron.models.build import LM_HEAD, VALUE_HEAD, build_model
 from rlhf_megatron.models.config import OptimizerConfig, RecomputeConfig
 from rlhf_megatron.ppo import PpoStep
@@ -91,10 +91,13 @@ def micro_batches(
     engine: ModelEngine, *, batch: RaggedBatch, samples: Sequence[int], micro_batch_tokens: int
 ) -> list[MicroBatch]:
     """Those of one update on `samples`."""
-    packing = pack_samples(
-        engine, batch=batch, samples=samples, micro_batch_tokens=micro_batch_tokens
+    return micro_batches_of(
+        engine,
+        batch=batch,
+        samples=samples,
+        fields=(),
+        micro_batch_tokens=micro_batch_tokens,
     )
-    return micro_batches_of(engine, batch=batch, packing=packing, fields=())
 
 
 def new_factory(context: DistributedContext) -> GroupFactory:

@@ -4,6 +4,7 @@ one clear error on all ranks, and the checkpoint before still loads."""
 import json
 import os
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -141,22 +142,21 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_loads(saved,
         assert step == 1
 
 
-def inspection(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "tools/inspect_checkpoint.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_the_inspector_says_what_is_there_and_what_is_wrong(saved, tmp_path):
-    code, said, wrong = inspection(str(saved.output), "--verify")
-    assert (code, wrong) == (0, "")
+def test_the_inspector_says_what_is_there_and_what_is_wrong(saved, tmp_path, capsys):
+    program = ROOT / "tools/inspect_checkpoint.py"
+    command = [sys.executable, str(program), str(saved.output), "--verify"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
     assert said.count("complete, every byte verified") == 2
     assert said.count("the current one") == 1
     assert "critic/: value model" in said and "optimizer (exp_avg, exp_avg_sq)" in said
+
+    main = runpy.run_path(str(program))["main"]
+
+    def inspection(*arguments: str) -> tuple[int, str, str]:
+        """The same in this process."""
+        return main(arguments), *capsys.readouterr()
 
     output = tmp_path / "run"
     shutil.copytree(saved.output, output)

@@ -1,6 +1,6 @@
 """Bad input end to end: two ranks of the real program, one message, exit code 2, no traceback.
 
-Most cases fork the ranks; some go through the console command and its launcher.
+The cases fork the ranks; one goes through the console command and its launcher.
 """
 
 import json
@@ -154,7 +154,7 @@ def test_a_fault_of_the_program_ends_all_ranks_with_that_rank_and_its_traceback(
         "    return 1.0\n"
     )
     function = {"reward.function": f"{files}/rewards_exit.py:reward"}
-    code, said = run_command(words_of(files, tmp_path / "run", function))
+    code, said = run_forked(words_of(files, tmp_path / "run", function), tmp_path)
     assert code == 1, said
     assert "error: rank 1 failed in reward of step 1: Stop: rank one had enough" in said
     assert said.count("Traceback (most recent call last)") == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -189,12 +190,14 @@ def test_a_rank_that_stays_away_is_named(tmp_path: Path) -> None:
     assert "no-go" in ended.stdout
 
 
-def test_bad_usage_is_no_verdict(folder: Path) -> None:
+def test_bad_usage_is_no_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: the others start the command."""
+    main = runpy.run_path(str(ROOT / "tools" / "doctor.py"))["main"]
     for arguments in (
         ("--config", "/no/such.yaml"),
         ("run.steps=1",),
         ("--config", str(folder / "config.yaml"), "run.stepz=1"),
     ):
-        ended = doctor(*arguments)
-        assert ended.returncode == 2, ended.stderr
-        assert ended.stderr.startswith("error: ") and ended.stdout == ""
+        code, said = main(arguments), capsys.readouterr()
+        assert code == 2, said.err
+        assert said.err.startswith("error: ") and said.out == ""

@@ -8,8 +8,13 @@ from engine_ranks import RankForker
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """See RankForker.run."""
+def forker() -> Iterator[RankForker]:
     forker = RankForker()
-    yield forker.run
+    yield forker
     forker.close()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(forker: RankForker) -> Callable[..., list[Any]]:
+    """See RankForker.run."""
+    return forker.run

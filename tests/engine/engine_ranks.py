@@ -5,9 +5,12 @@ processor: so one process imports it, and forks the ranks of each test.
 """
 
 import os
+import runpy
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from rlhf_megatron.launcher import free_port
 
 LONGEST_SECONDS = 240.0
 
@@ -39,11 +44,23 @@ class RankForker:
     ) -> list[Any]:
         """[target(rank, scratch) of each rank]; fails with the traceback of the first that
         raises."""
+        ranks = partial(_run_rank, target)
+        self._run(ranks, world_size=world_size, scratch=scratch, timeout_seconds=timeout_seconds)
+        return [torch.load(scratch / f"result_{r}", weights_only=False) for r in range(world_size)]
+
+    def run_file(self, file: Path, *words: str, world_size: int, scratch: Path) -> None:
+        """Run a program on ranks as torchrun would; fails with what it printed unless all end
+        with exit code 0."""
+        ranks = partial(_run_file, file, list(words), free_port())
+        self._run(ranks, world_size=world_size, scratch=scratch, timeout_seconds=LONGEST_SECONDS)
+
+    def _run(
+        self, ranks: Callable[..., None], *, world_size: int, scratch: Path, timeout_seconds: float
+    ) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        self._pipe.send((target, world_size, scratch, timeout_seconds))
+        self._pipe.send((ranks, world_size, scratch, timeout_seconds))
         problem = self._pipe.recv()
         assert not problem, problem
-        return [torch.load(scratch / f"result_{r}", weights_only=False) for r in range(world_size)]
 
     def close(self) -> None:
         self._pipe.close()
@@ -70,12 +87,12 @@ def _fork_ranks(pipe: Any) -> None:
 
 
 def _problem_of(
-    target: Callable[..., Any], world_size: int, scratch: Path, timeout_seconds: float
+    ranks: Callable[..., None], world_size: int, scratch: Path, timeout_seconds: float
 ) -> str:
     """Run the ranks to their ends; what went wrong."""
     context = mp.get_context("fork")
     processes = [
-        context.Process(target=_run_rank, args=(target, rank, world_size, scratch))
+        context.Process(target=ranks, args=(rank, world_size, scratch))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -95,12 +112,12 @@ def _problem_of(
         return errors[0]
     if hung:
         return f"ranks {hung} did not end within {timeout_seconds} s; exit codes {codes}"
-    return f"exit codes {codes}" if any(codes) else ""
+    said = "".join(path.read_text() for path in sorted(scratch.glob("said_*")))
+    return f"exit codes {codes}\n{said}" if any(codes) else ""
 
 
 def _run_rank(target: Callable[..., Any], rank: int, world_size: int, scratch: Path) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
+    _be_rank(rank, world_size=world_size)
     try:
         store = dist.FileStore(str(scratch / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -111,3 +128,28 @@ def _run_rank(target: Callable[..., Any], rank: int, world_size: int, scratch: P
     except BaseException:
         (scratch / f"error_{rank}").write_text(traceback.format_exc())
         raise
+
+
+def _run_file(
+    file: Path, words: list[str], port: int, rank: int, world_size: int, scratch: Path
+) -> None:
+    """What it prints goes to a file; where it fails, the error begins with that."""
+    _be_rank(rank, world_size=world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    said = scratch / f"said_{rank}"
+    descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = [str(file), *words]
+    sys.path.insert(0, str(file.parent))
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except BaseException:
+        sys.stdout.flush()
+        (scratch / f"error_{rank}").write_text(said.read_text() + traceback.format_exc())
+        raise
+
+
+def _be_rank(rank: int, *, world_size: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size))

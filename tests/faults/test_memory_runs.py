@@ -86,6 +86,8 @@ def test_out_of_memory_is_answered_once_with_what_lies_where(files, tmp_path, tr
         critic__parallel__pipeline_model_parallel_size=1,
         ref__parallel__pipeline_model_parallel_size=1,
         checkpoint__interval_steps=0,
+        warmup__steps=0,
+        evaluation__prompts="",
         logging__monitor_interval_steps=1,
     )
     job = Job(words, logs=tmp_path / "logs", world_size=2, trigger=trigger)
@@ -117,6 +119,8 @@ def test_a_summary_is_written_on_request(files, tmp_path):
         critic__parallel__pipeline_model_parallel_size=1,
         ref__parallel__pipeline_model_parallel_size=1,
         checkpoint__interval_steps=0,
+        warmup__steps=0,
+        evaluation__prompts="",
     )
     job = Job(words, logs=tmp_path / "logs", world_size=2, trigger=Touch(str(tmp_path / "run")))
     assert job.wait() == [0, 0], job.text()

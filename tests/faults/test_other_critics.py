@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,23 +11,20 @@ from safetensors import safe_open
 from tiny_run import Job, assert_same_run, metrics, run_to_the_end, settings, weights
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
-ROOT = Path(__file__).parents[2]
 STEPS = 3
 BEFORE = f"checkpoints/step_{STEPS - 1:06d}"
 LAST = f"checkpoints/step_{STEPS:06d}"
 OF_A_CRITIC = {"grad_norm/critic", "lr/critic"}
 
 
-def tool(name: str, *words: object) -> str:
-    command = [sys.executable, f"tools/{name}.py", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def tool(name: str, *words: object, logs: Path) -> str:
+    """What it says; in one forked process. Others start the tools as users do."""
+    return run_to_the_end([str(word) for word in words], logs=logs, world_size=1, tool=name).text()
 
 
 def exported(checkpoint: Path, *, role: str, output: Path) -> dict[str, bytes]:
-    tool("megatron_to_hf", "--checkpoint", checkpoint, "--role", role, "--output", output,
-         "--nproc-per-node", 1)  # fmt: skip
+    words = ["--checkpoint", checkpoint, "--role", role, "--output", output]
+    tool("megatron_to_hf", *words, logs=output.with_name(f"logs_{output.name}"))
     with safe_open(output / "model.safetensors", framework="np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
@@ -144,7 +139,9 @@ def test_a_shared_backbone_resumes_and_exports(files, tmp_path):
     assert not (run / LAST / "critic").exists()
     manifest = json.loads((run / LAST / "actor/checkpoint.json").read_text())
     assert manifest["head"] == "joint"
-    assert "language model with a value head" in tool("inspect_checkpoint", run / LAST)
+    assert "language model with a value head" in tool(
+        "inspect_checkpoint", run / LAST, logs=tmp_path / "logs_inspect"
+    )
     # The actor: what the run exported, without the head.
     actor = exported(run / LAST, role="actor", output=tmp_path / "actor")
     assert actor == weights(run) and "score.weight" not in actor
@@ -158,7 +155,7 @@ def test_a_shared_backbone_resumes_and_exports(files, tmp_path):
     assert model.score.weight.detach().numpy().tobytes() == head
     # At another layout both heads are there.
     tool("convert_checkpoint", "--checkpoint", run / LAST, "--output", tmp_path / "tp1",
-         "--tensor-parallel", 1, "--pipeline-parallel", 1)  # fmt: skip
+         "--tensor-parallel", 1, "--pipeline-parallel", 1, logs=tmp_path / "logs_tp1")  # fmt: skip
     again = exported(tmp_path / "tp1", role="critic", output=tmp_path / "critic_again")
     assert again == critic | {"score.weight": head}
 

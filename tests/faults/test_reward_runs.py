@@ -360,7 +360,9 @@ def test_a_killed_server_under_stop_saves_and_the_run_can_be_gone_on_with(
             f"{server.url}: " in text and "(try 2 of 2)" in text
         )
         assert (tmp_path / "run/checkpoints/latest").read_text() == "step_000001\n"
-        refused = Job(words, logs=tmp_path / "too_early", world_size=2)
+        # A start waits so long for a server that is well.
+        impatient = [*words, "reward.remote.timeout_seconds=1"]
+        refused = Job(impatient, logs=tmp_path / "too_early", world_size=2)
         assert refused.wait() == [2, 2] and "none is well" in refused.text()
         with Server(function, port=server.port):
             run_to_the_end(words, logs=tmp_path / "second", world_size=2)

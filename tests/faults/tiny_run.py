@@ -1,11 +1,13 @@
 """Whole runs of the training program on a tiny model, quick to start and easy to kill.
 
 The ranks are forked from a server that has imported everything once (multiprocessing's forkserver),
-as in tests/distributed/pool.py; what they run is `rlhf_megatron.main.main`, as torchrun would.
+as in tests/distributed/pool.py; what they run is `rlhf_megatron.main.main`, as torchrun would, or
+the `main` of a tool.
 """
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -21,6 +23,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+ROOT = Path(__file__).parents[2]
 NOT_COMPARED = ("time/", "memory/", "gpu/", "train/throughput", "train/mfu", "reshard/seconds")
 STEPS = 5
 ENGINE = os.environ.get("FAULTS_ENGINE", "hf")
@@ -185,9 +188,10 @@ class Job:
         environment: dict[str, str] | None = None,
         trigger: Trigger | None = None,
         start_method: str = "forkserver",
+        tool: str = "",
     ) -> None:
         """start_method: "spawn" for ranks that use a GPU, which no process may do that was forked
-        from one that has looked for GPUs."""
+        from one that has looked for GPUs. tool: run that of tools/ in place of the training."""
         logs.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -198,7 +202,7 @@ class Job:
         self.ranks = [
             context.Process(  # type: ignore[attr-defined]
                 target=_rank,
-                args=(list(words), rank, world_size, port, logs, environment or {}, trigger),
+                args=(list(words), rank, world_size, port, logs, environment or {}, trigger, tool),
             )
             for rank in range(world_size)
         ]
@@ -253,6 +257,7 @@ def _rank(
     logs: Path,
     environment: dict[str, str],
     trigger: Trigger | None,
+    tool: str,
 ) -> None:
     file = os.open(logs / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -275,7 +280,8 @@ def _rank(
     torch.set_num_threads(1)
     if trigger is not None:
         trigger.install(rank)
-    os._exit(main(words))
+    program = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"] if tool else main
+    os._exit(program(words))
 
 
 def run_to_the_end(words: Sequence[str], *, logs: Path, **options: Any) -> Job:
