@@ -67,14 +67,15 @@ class FaultsConfig:
     timeout does not come first. 0: no limits. Default 1800."""
 
     phase_limits: dict[str, Any] = items(dict)
-    """Limits of single phases in seconds, such as {rollout: 3600, checkpoint: 600}; 0 is none.
+    """Limits of single phases in seconds, such as {rollout: 3600, checkpoint: 600}; 0 is none. At
+    most distributed.timeout_seconds, for other ranks may wait for that phase in a collective.
     Names are those of time/<phase>_seconds, and setup, which has no limit of its own accord; nor
     has exchange, where ranks wait for others, which have theirs.
     An evaluation's phases take those of rollout and reward unless they have their own."""
 
 
-def refused_phase_limits(limits: Mapping[str, Any]) -> list[str]:
-    """Problems of `faults.phase_limits`."""
+def refused_phase_limits(limits: Mapping[str, Any], *, timeout_seconds: float) -> list[str]:
+    """Problems of `faults.phase_limits`. timeout_seconds: distributed.timeout_seconds."""
     problems = []
     known = (SETUP, *PHASES)
     for name, value in limits.items():
@@ -85,6 +86,11 @@ def refused_phase_limits(limits: Mapping[str, Any]) -> list[str]:
             problems.append(f"{at}={value}: must be a number of seconds, 0 for no limit")
         elif not math.isfinite(value) or value < 0:
             problems.append(f"{at}={value}: must be finite and at least 0 (no limit)")
+        elif value > timeout_seconds and name != SETUP:
+            problems.append(
+                f"{at}={value}: above distributed.timeout_seconds={timeout_seconds:g}, after which "
+                "the ranks that wait for this phase end the job; raise that as well"
+            )
     return problems
 
 

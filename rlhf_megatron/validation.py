@@ -98,7 +98,9 @@ def validate(config: Config, *, world_size: int) -> list[str]:
         *(p for n, role in trained.items() for p in _recompute(role.recompute, role=n)),
         *refused_shared_backbone(config),
         *_reward(config),
-        *refused_phase_limits(config.faults.phase_limits),
+        *refused_phase_limits(
+            config.faults.phase_limits, timeout_seconds=config.distributed.timeout_seconds
+        ),
         *refused_trace_steps(config.logging),
         *refused_profile(config.profile, world_size=world_size),
     ]

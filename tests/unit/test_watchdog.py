@@ -149,12 +149,17 @@ def test_limits_of_phases(phase, seconds, key):
 
 
 def test_limits_are_refused_by_name():
-    problems = refused_phase_limits({"rewards": 3, "value": "long", "sleep": -1, "reward": 2.5})
+    limits = {"rewards": 3, "value": "long", "sleep": -1, "reward": 2.5, "setup": 900}
+    problems = refused_phase_limits(limits | {"rollout": 601}, timeout_seconds=600.0)
     assert [problem.split(":")[0].split("=")[0] for problem in problems] == [
         "faults.phase_limits.rewards",
         "faults.phase_limits.value",
         "faults.phase_limits.sleep",
+        "faults.phase_limits.rollout",
     ]
+    assert problems[-1].startswith(
+        "faults.phase_limits.rollout=601: above distributed.timeout_seconds=600"
+    )
 
 
 def test_limits_may_be_given_on_the_command_line():
