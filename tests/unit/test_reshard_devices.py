@@ -49,7 +49,7 @@ def test_what_travels_is_where_the_buffers_are(monkeypatch, rank, parameters_are
         target=parameters if rank == 1 else {},
         dtype=torch.bfloat16,
         device=ELSEWHERE,
-        direct_bytes=1,
+        least_direct_bytes=1,
     )
     with pytest.raises(ExchangeBegins):
         resharder.run()
