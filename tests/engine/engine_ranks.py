@@ -144,7 +144,9 @@ def _run_file(
     sys.path.insert(0, str(file.parent))
     try:
         runpy.run_path(str(file), run_name="__main__")
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return
         sys.stdout.flush()
         (scratch / f"error_{rank}").write_text(said.read_text() + traceback.format_exc())
         raise
