@@ -43,6 +43,12 @@ def test_train_step(run, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_kernels(run):
+    found = run("kernels.py", *TINY, "--calls", "1")
+    assert {"qkv", "head", "norm", "norm, backward", "rotation", "logits: gradient"} <= set(found)
+    assert all(value > 0 for values in found.values() for value in values)
+
+
 @with_vllm
 def test_rollout(run):
     words = ["--prompts", "2", "--responses-per-prompt", "2", "--rounds", "1"]
