@@ -203,7 +203,9 @@ class Resharder:
             self._bound = _Bound(
                 addresses,
                 copies=[
-                    _in_words(strip.target.of(target), value=strip.source.of(source))
+                    _in_words(
+                        strip.target.of(target), value=strip.source.of(source), dtype=self._dtype
+                    )
                     for strip in self._copies
                 ],
                 sends=[
@@ -342,10 +344,11 @@ class Resharder:
             torch.cuda.synchronize(self._device)
 
 
-def _in_words(place: Tensor, *, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as 8-byte integers where they allow it: a GPU copies strided elements one by one, and
-    16-bit ones at half the memory's rate."""
-    if place.dtype != value.dtype or not all(map(_holds_words, (place, value))):
+def _in_words(place: Tensor, *, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both as 8-byte integers where they allow it, and neither is converted to `dtype`: a GPU
+    copies strided elements one by one, and 16-bit ones at half the memory's rate."""
+    both = (place, value)
+    if any(x.dtype != dtype for x in both) or not all(map(_holds_words, both)):
         return place, value
     return place.view(WORD), value.view(WORD)
 
