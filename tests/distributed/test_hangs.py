@@ -16,7 +16,8 @@ from rlhf_megatron.distributed.failure import FailureChannel
 from rlhf_megatron.distributed.heartbeat import Position
 
 WORLD_SIZE = 3
-LIMIT_SECONDS = 6.0
+LIMIT_SECONDS = 12.0
+"""Long enough for all to come to their places: 27 processes start at once."""
 WITHIN_SECONDS = 60.0
 """From the start of the processes, on a busy machine."""
 
@@ -88,7 +89,7 @@ def test_the_rank_that_others_wait_for_is_named_once(ends, victim, kind, is_host
     }[kind]
     assert said.count(f"error: rank {victim} {cause}") == 1, said
     assert said.count("error: ") == 1, said
-    assert "the limit is 6 s (faults.some_key)" in said
+    assert "the limit is 12 s (faults.some_key)" in said
     if kind == "hang":
         assert "waits in all_reduce" in said and "test_hangs.py" in said
 
