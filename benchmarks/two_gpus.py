@@ -26,15 +26,14 @@ import torch
 import torch.distributed as dist
 from gpu_machine import describe, print_header, seconds_of
 from gpu_roles import RoleOptions, build_role, new_factory, ppo_step, settle
-from gpu_shapes import SHAPES, Shape, lengths_of_about, random_batch
+from gpu_shapes import SHAPES, lengths_of_about, random_batch
 from torch import Tensor
+from train_step import Setting
 
-from rlhf_megatron.batch import RaggedBatch
 from rlhf_megatron.distributed.config import DistributedConfig
 from rlhf_megatron.distributed.groups import GroupFactory
 from rlhf_megatron.distributed.start import DistributedContext
 from rlhf_megatron.engine.model_engine import ModelEngine
-from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.parallel import ParallelLayout
 from rlhf_megatron.layout.tensors import logical_tensors
 from rlhf_megatron.models.build import RoleModel
@@ -110,31 +109,13 @@ def _values(name: str, shape: tuple[int, ...], *, device: torch.device) -> Tenso
     return WEIGHTS_STD * noise if len(shape) > 1 else 1 + 0.1 * noise
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What all layouts of a shape share."""
-
-    arch: ModelArchitecture
-    shape: Shape
-    batch: RaggedBatch
-    micro_batch_tokens: int
-    role_options: RoleOptions
-    rounds: int
-    context: DistributedContext
-    factory: GroupFactory
-
-    @property
-    def device(self) -> torch.device:
-        return self.context.device
-
-
 def run_layout(name: str, *, setting: Setting) -> Found:
     """Actor and critic, one after the other, on the ranks of the layout."""
     found = Found()
     if setting.context.rank in LAYOUTS[name].ranks:
         for role in ("actor", "critic"):
             engine = build_role(
-                role, arch=setting.arch, options=setting.role_options, context=setting.context,
+                role, arch=setting.arch, options=setting.options, context=setting.context,
                 factory=setting.factory, layout=LAYOUTS[name],
             )  # fmt: skip
             fill_by_name(engine.model, rank=setting.context.rank, device=setting.device)
@@ -261,7 +242,7 @@ def run_shape(
     setting = Setting(
         arch=arch, shape=shape, batch=random_batch(lengths, vocab_size=arch.vocab_size),
         micro_batch_tokens=micro_batch_tokens,
-        role_options=RoleOptions(
+        options=RoleOptions(
             precision=precision, layer_spec=options.layer_spec, recompute=options.recompute,
             kept_logits_gb=options.kept_logits_gb,
         ),

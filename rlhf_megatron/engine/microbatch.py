@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_megatron.batch import RaggedBatch, exclusive_cumsum, ragged_ranges
+from rlhf_megatron.batch import RaggedBatch, ragged_ranges
 from rlhf_megatron.engine.transfer import to_device
 from rlhf_megatron.models.packing import PackedSequences, pack_sequences
 
@@ -43,21 +43,23 @@ def make_micro_batch(
     the row over TP ranks) is a sequence of its own. Neither has response tokens.
     """
     rows = torch.as_tensor(list(samples), dtype=torch.int64)
-    lengths, response_lengths = batch.lengths[rows], batch.response_lengths[rows]
-    padding = padding_tokens(int(lengths.sum()), pad_to_multiple=pad_to_multiple)
-    tokens = batch.tokens[ragged_ranges(batch.cu_seqlens[:-1][rows], lengths)]
-    begins = exclusive_cumsum(lengths)
-    state_indices = ragged_ranges(begins[1:] - response_lengths - 1, response_lengths)
-    response_rows = ragged_ranges(batch.response_cu_seqlens[:-1][rows], response_lengths)
-    packed, offsets = _described([*lengths.tolist(), *[padding] * bool(padding)])
+    # Without the fields, of which only some are asked for.
+    part = RaggedBatch(
+        tokens=batch.tokens,
+        prompt_lengths=batch.prompt_lengths,
+        response_lengths=batch.response_lengths,
+    ).select(rows)
+    padding = padding_tokens(part.num_tokens, pad_to_multiple=pad_to_multiple)
+    response_rows = ragged_ranges(batch.response_cu_seqlens[:-1][rows], part.response_lengths)
+    packed, offsets = _described([*part.lengths.tolist(), *[padding] * bool(padding)])
     moved = to_device(
         {
-            "tokens": F.pad(tokens, (0, padding))[None],
+            "tokens": F.pad(part.tokens, (0, padding))[None],
             **offsets,
-            "state_indices": state_indices,
-            "targets": tokens[state_indices + 1],
-            "last_indices": begins[1:] - 1,
-            "response_lengths": response_lengths,
+            "state_indices": part.state_indices,
+            "targets": part.tokens[part.response_indices],
+            "last_indices": part.last_indices,
+            "response_lengths": part.response_lengths,
             **{name: batch.response[name][response_rows] for name in fields},
         },
         device=device,

@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.transformer.module import Float16Module
 
+from rlhf_megatron.engine.parts import optimizer_parts
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.models.config import OptimizerConfig
 
@@ -103,7 +104,7 @@ def _use_fused_adam(optimizer: Any) -> None:
 
     Megatron-Core (0.16.1, 0.19.2) hands no such option on, but the step reads it from the groups.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         adam = part.optimizer
         if not isinstance(adam, torch.optim.AdamW):
             continue

@@ -43,8 +43,13 @@ def _optimizer_state(model: RoleModel, *, optimizer: Any) -> Mapping[str, Tensor
     }
 
 
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """Megatron-Core's optimizers of a role, which are chained where there are several."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def _optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    for part_number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+    for part_number, part in enumerate(optimizer_parts(optimizer)):
         adam = part.optimizer
         for group_number, group in enumerate(adam.param_groups):
             for number, main in enumerate(group["params"]):

@@ -44,6 +44,10 @@ class Machine:
     host_memory_bytes: int | None = None
     """Of a node, where known."""
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.gpu_memory_bytes is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -118,13 +122,13 @@ def plan_memory(
     for ranks in classes.values():
         builder = RankBuilder(
             config,
-            is_gpu=machine.gpu_memory_bytes is not None,
+            is_gpu=machine.is_gpu,
             roles=[
                 role_memory(
                     s,
                     rank=ranks[0],
                     kernels=_kernels(s, machine=machine),
-                    on_gpu=machine.gpu_memory_bytes is not None,
+                    on_gpu=machine.is_gpu,
                 )
                 for s in settings
                 if ranks[0] in s.layout.ranks
@@ -201,8 +205,7 @@ def batch_sizes(config: Config, *, setting: RoleSetting) -> BatchSizes:
 
 
 def _kernels(setting: RoleSetting, *, machine: Machine) -> Kernels:
-    is_gpu = machine.gpu_memory_bytes is not None
-    return "flash" if is_gpu and setting.precision == "bf16" else "composite"
+    return "flash" if machine.is_gpu and setting.precision == "bf16" else "composite"
 
 
 def _rank_classes(
@@ -252,7 +255,7 @@ def _sync_buffers(
         bucket_bytes=bucket_bytes,
         gpus_per_node=machine.gpus_per_node,
         listed=listed,
-        on_gpu=machine.gpu_memory_bytes is not None,
+        on_gpu=machine.is_gpu,
     )
 
 
