@@ -13,7 +13,8 @@ step is not counted. Then, in the same process, on the same lengths, the four pa
   updates     of critic and actor
   reshard     sleep, wake, weight sync, wake
 
-Figures are medians over the counted steps, and over the rounds of the parts.
+Figures are medians over the counted steps, and over the rounds of the parts. On a GPU each phase's
+peak of memory stands beside what the planner says.
 
 On several ranks, started with torchrun, the step alone is measured: --layout is that of all roles,
 --engines one vLLM over both ranks or one on each. What has to leave a GPU between its phases, so
@@ -41,6 +42,7 @@ from rlhf_megatron.config import Config
 from rlhf_megatron.data.exchange import share_out
 from rlhf_megatron.distributed.seeds import seed_everything
 from rlhf_megatron.distributed.start import DistributedContext, finish, release_cached_memory
+from rlhf_megatron.memory_report import planned_peaks
 from rlhf_megatron.observability.ledger import PhaseLedger
 from rlhf_megatron.observability.logs import setup_logging
 from rlhf_megatron.ppo import PpoStep
@@ -253,6 +255,28 @@ def table(steps: dict[str, list[float]], *, alone: dict[str, list[float]]) -> st
     return "\n".join(lines)
 
 
+def peaks(run: Path, *, config: Config, world_size: int) -> dict[str, dict[str, float]]:
+    """Phase -> what torch's allocator held at most on any rank in a step after the first, and
+    what the planner says of the ranks that need most, both in GB."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+    found = {}
+    for phase, planned in planned_peaks(config, world_size=world_size).items():
+        key = f"memory/{phase}_peak_gb"
+        measured = [line[key] for line in lines if key in line]
+        if measured:
+            found[phase] = {"measured": max(measured), "planned": planned}
+    return found
+
+
+def peaks_table(found: dict[str, dict[str, float]]) -> str:
+    """By phase: measured, planned, and the difference as a share of what was measured."""
+    lines = [f"{'peak of':<16}{'measured GB':>14}{'planned GB':>12}"]
+    for phase, gb in found.items():
+        off = gb["planned"] / gb["measured"] - 1
+        lines.append(f"{phase:<16}{gb['measured']:>14.2f}{gb['planned']:>12.2f}{off:>+9.1%}")
+    return "\n".join(lines)
+
+
 def ratios(steps: dict[str, list[float]], *, alone: dict[str, list[float]]) -> dict[str, float]:
     """The step over the sum of the parts, with and without the engine's sleep; and the share of
     the hand-over in the step."""
@@ -366,6 +390,9 @@ def measure(options: argparse.Namespace, *, context: DistributedContext, folder:
         print(table(steps, alone={}))
         shown = [key for key in SHOWN_METRICS if key in metrics]
         print("last step: " + ", ".join(f"{key} {metrics[key]:.5g}" for key in shown))
+    if context.is_cuda:
+        report["peaks"] = peaks(folder / "run", config=config, world_size=context.world_size)
+        print(peaks_table(report["peaks"]))
     row = {phase: round(median(seconds), 3) for phase, seconds in steps.items()}
     print(f"ROW {shape.name} {options.layout} {options.engines} {json.dumps(row)}", flush=True)
     if options.json is not None:
