@@ -10,6 +10,7 @@ from rlhf_megatron.observability.ledger import PhaseLedger
 from rlhf_megatron.observability.monitor import MemoryMonitor
 from rlhf_megatron.out_of_memory import named_tensors
 from rlhf_megatron.residual import ResidualCheck
+from rlhf_megatron.rollout.contract import RolloutEngine
 
 
 def watch_memory(
@@ -18,9 +19,15 @@ def watch_memory(
     context: DistributedContext,
     ledger: PhaseLedger,
     roles: Sequence[ModelEngine],
+    engine: RolloutEngine | None,
     say: Callable[[str], None],
 ) -> MemoryMonitor:
-    """Hang the residual check on the ledger, write the first summary, and return the monitor."""
+    """Hang the residual check on the ledger, write the first summary, and return the monitor.
+
+    `engine`: this rank's, whose sleep the ledger's figures of memory then know of.
+    """
+    if engine is not None:
+        ledger.sleeping_bytes = lambda: engine.sleeping_bytes
     ledger.listeners.append(
         ResidualCheck(
             bound_gb=config.rollout.sleep_residual_gb,

@@ -186,6 +186,7 @@ class Trainer:
             context=context,
             ledger=ledger,
             roles=self._engines(),
+            engine=self.weights.engine,
             say=self.say,
         )
         ledger.joint_listeners += [stop, self.checkpointer]

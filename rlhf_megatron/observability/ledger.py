@@ -6,7 +6,7 @@ All _gb are 10^9 bytes.
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from rlhf_megatron.observability.memory import MemoryUse, memory_use, reset_peak
+from rlhf_megatron.observability.memory import GB, MemoryUse, memory_use, reset_peak
 
 LEDGER_FILE = "ledger.jsonl"
 STEP = "step"
@@ -236,13 +236,17 @@ class PhaseLedger:
         other ranks."""
         self.step_listeners: list[StepListener] = []
         self.communication = CommunicationLedger()
+        self.sleeping_bytes: Callable[[], int] = lambda: 0
+        """What torch's allocator counts that a sleeping engine has given back to the device
+        (RolloutEngine.sleeping_bytes): no figure of memory includes it. Where it changes within a
+        phase, the peak includes what was awake at either end."""
         self._inside = False
         self._device = device
         self._records: list[PhaseRecord] = []
         self._host = socket.gethostname()
         self._is_between_steps = False
         self._started = self._step_started = _Moment.now()
-        self._step_entry = memory_use(device)
+        self._step_entry = self._memory()
 
     def start_step(self, step: int) -> None:
         """Begin a step's records and its clock.
@@ -259,7 +263,7 @@ class PhaseLedger:
         for listener in self.step_listeners:
             listener.step_started(step)
         self._step_started = _Moment.now()
-        self._step_entry = memory_use(self._device)
+        self._step_entry = self._memory()
 
     @contextmanager
     def phase(self, name: str, *, apart: bool = False) -> Iterator[None]:
@@ -272,7 +276,7 @@ class PhaseLedger:
         listeners = [*self.listeners, *(self.joint_listeners if joint else ())]
         self._synchronize()
         peak_is_known = reset_peak(self._device)
-        entry = memory_use(self._device)
+        asleep_bytes, entry = self.sleeping_bytes(), self._memory()
         self._started = _Moment.now()
         self.phase_started_seconds = self._started.monotonic_seconds
         self.current_phase = self.communication.phase = name
@@ -286,8 +290,11 @@ class PhaseLedger:
         finally:
             self._inside = False
             end = _Moment.now()
-            now = memory_use(self._device)
-            peak = now.peak_gb if peak_is_known else max(entry.allocated_gb, now.allocated_gb)
+            now = self._memory()
+            # What was asleep at the entry and is awake now may have been there at the peak.
+            peak = now.peak_gb + max(0, self.sleeping_bytes() - asleep_bytes) / GB
+            if not peak_is_known:
+                peak = max(entry.allocated_gb, now.allocated_gb)
             record = self._record(
                 name,
                 start=self._started,
@@ -315,7 +322,7 @@ class PhaseLedger:
     def finish_step(self) -> StepLedger:
         """The step's records of this rank, closed by one for the whole step."""
         end = _Moment.now()
-        now = memory_use(self._device)
+        now = self._memory()
         peaks = [record.peak_gb for record in self._records if record.step == self.step]
         peak = max(peaks, default=now.allocated_gb)
         self._record(
@@ -332,6 +339,9 @@ class PhaseLedger:
         for listener in self.step_listeners:
             listener.step_finished(self.step)
         return StepLedger(records, self.communication.take(step=self.step, rank=self.rank))
+
+    def _memory(self) -> MemoryUse:
+        return memory_use(self._device).without(self.sleeping_bytes() / GB)
 
     @property
     def records(self) -> list[PhaseRecord]:

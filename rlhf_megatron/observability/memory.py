@@ -6,7 +6,7 @@ are the resident set.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -36,6 +36,16 @@ class MemoryUse:
     """Since the start: how often the allocator had to give its cache back to find room."""
     device_used_gb: float = 0.0
     """By all processes and libraries on this GPU; 0 on a CPU."""
+
+    def without(self, gb: float) -> "MemoryUse":
+        """Less what the allocator counts that is not on the device; the peak too."""
+        return replace(
+            self,
+            allocated_gb=self.allocated_gb - gb,
+            reserved_gb=self.reserved_gb - gb,
+            active_gb=self.active_gb - gb,
+            peak_gb=self.peak_gb - gb,
+        )
 
     @property
     def fragmentation(self) -> float:

@@ -85,6 +85,11 @@ class RolloutEngine(ABC):
         """
         raise NotImplementedError(f"the {self.name} engine's weights are written in place")
 
+    @property
+    def sleeping_bytes(self) -> int:
+        """Device memory that it gave back by `sleep` and torch's allocator still counts."""
+        return 0
+
     @abstractmethod
     def sleep(self) -> None:
         """Give up device memory until `wake`. A no-op where the engine cannot."""

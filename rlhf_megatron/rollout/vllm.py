@@ -211,6 +211,10 @@ class VllmEngine(RolloutEngine):
         if self._config.sleep_level == 2:
             self._weight_version = None
 
+    @property
+    def sleeping_bytes(self) -> int:
+        return vllm_fit.pool_bytes(self._asleep)
+
     def wake(self, *, tags: Sequence[str]) -> None:
         assert set(tags) <= SLEEPING, tags
         waking = [tag for tag in tags if tag in self._asleep]

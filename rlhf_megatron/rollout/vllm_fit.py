@@ -15,7 +15,7 @@ import os
 import sys
 import uuid
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -372,6 +372,19 @@ def engine_argument_names(vllm: Any) -> set[str]:
     own = inspect.signature(vllm.LLM.__init__).parameters
     fields = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
     return fields | {name for name in own if name not in ("self", "kwargs")}
+
+
+def pool_bytes(tags: Collection[str]) -> int:
+    """What sleep mode's memory pools with these tags take when they are awake.
+
+    device_allocator/cumem.py: a sleep gives physical memory back, and leaves torch's allocator to
+    think that it is there. The second entry of a handle is its size.
+    """
+    if not tags:
+        return 0
+    cumem = importlib.import_module("vllm.device_allocator.cumem")
+    allocations = cumem.CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(data.handle[1] for data in allocations if data.tag in tags)
 
 
 def check_tensor_parallel_group(group: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ import pytest
 from test_training_gpu import ONE_RANK, command, quickstart
 
 __all__ = ["quickstart"]
-AT_ONCE = 3
+AT_ONCE = 7
 LIMIT_SECONDS = 300
 LAYOUTS = {
     "tp2": ("tensor_model_parallel_size=2", "sequence_parallel=true"),

@@ -4,10 +4,12 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import rlhf_megatron.observability.ledger as ledger_module
 from rlhf_megatron.observability.ledger import (
     PhaseLedger,
     PhaseRecord,
@@ -16,11 +18,13 @@ from rlhf_megatron.observability.ledger import (
     merge_ledgers,
 )
 from rlhf_megatron.observability.memory import (
+    MemoryUse,
     allocator_summary,
     memory_use,
     monitor_line,
     reset_peak,
 )
+from rlhf_megatron.rollout import vllm_fit
 
 CPU = torch.device("cpu")
 
@@ -247,3 +251,43 @@ def test_the_peak_of_a_gpu_phase_includes_what_was_freed_inside():
     value, reward, _ = ledger.finish_step().phases
     assert value.peak_gb - value.allocated_gb >= 0.1
     assert reward.peak_gb < value.peak_gb
+
+
+def test_what_a_sleeping_engine_gave_back_counts_nowhere(monkeypatch):
+    """An engine of 40 of 100 GB: torch counts it in its sleep as well."""
+    use = MemoryUse(allocated_gb=100.0, reserved_gb=110.0, active_gb=101.0, peak_gb=120.0)
+    monkeypatch.setattr(ledger_module, "memory_use", lambda device: use)
+    monkeypatch.setattr(ledger_module, "reset_peak", lambda device: True)
+    asleep = 0
+    ledger = PhaseLedger(rank=0, device=CPU)
+    ledger.sleeping_bytes = lambda: asleep
+    ledger.start_step(1)
+    for phase, after in (("rollout", 0), ("sleep", 40), ("update_actor", 40), ("reshard", 0)):
+        with ledger.phase(phase):
+            asleep = after * 10**9
+    records = {record.phase: record for record in ledger.finish_step().phases}
+    peaks = {phase: record.peak_gb for phase, record in records.items()}
+    assert peaks == {
+        "rollout": 120,
+        "sleep": 120,
+        "update_actor": 80,
+        "reshard": 120,
+        "step": 120,
+    }
+    update = records["update_actor"]
+    assert (update.allocated_gb, update.reserved_gb, update.active_gb) == (60, 70, 61)
+    assert update.entry_gb == 60 and update.fragmentation == pytest.approx(1 - 60 / 70)
+    assert records["step"].allocated_gb == 100
+
+
+def test_pools_of_sleep_mode_are_counted_by_their_tags(monkeypatch):
+    cumem = pytest.importorskip("vllm.device_allocator.cumem", reason="vLLM is not installed here")
+    pools = {1: ("weights", 2_000), 2: ("kv_cache", 30_000), 3: ("kv_cache", 500)}
+    data = {
+        at: SimpleNamespace(tag=tag, handle=(0, size, at, 0)) for at, (tag, size) in pools.items()
+    }
+    allocator = SimpleNamespace(pointer_to_data=data)
+    monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", staticmethod(lambda: allocator))
+    assert vllm_fit.pool_bytes({"weights", "kv_cache"}) == 32_500
+    assert vllm_fit.pool_bytes({"kv_cache"}) == 30_500
+    assert vllm_fit.pool_bytes(set()) == 0
