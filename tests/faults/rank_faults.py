@@ -13,14 +13,17 @@ does it on two GPUs over NCCL, in bf16, and looks afterwards whether any process
 """
 
 import argparse
+import faulthandler
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,8 @@ PHASES = (
     ("reshard", 1),
     ("checkpoint", 1),
 )
+WHERE_SIGNAL = signal.SIGUSR2
+"""Makes a rank print where its threads are, even one that cannot run Python."""
 EXIT_CODE = 7
 SECONDS_INTO_PHASE = 1.5
 """More than heartbeat.READ_SECONDS: the others have seen the phase begin."""
@@ -74,6 +79,7 @@ class RankFault:
 
     def install(self, rank: int) -> None:
         """In the process of `rank`, before the program starts."""
+        faulthandler.register(WHERE_SIGNAL)
         if rank == self.rank:
             listen_to_phases(self)
 
@@ -139,13 +145,20 @@ class Outcome:
         return found
 
 
-def run_side_by_side(faults: Sequence[RankFault], *, files: Path, folder: Path) -> list[Outcome]:
-    """A job for each fault, all at once, until they end."""
+def run_side_by_side(
+    faults: Sequence[RankFault],
+    *,
+    files: Path,
+    folder: Path,
+    longest_seconds: float = LONGEST_SECONDS - 60,  # before the limit of one test
+) -> list[Outcome]:
+    """A job for each fault, all at once, until they end. What has not ended after
+    `longest_seconds` says where it is, and is killed."""
     jobs = [
         _start(fault, files=files, folder=folder / str(number))
         for number, fault in enumerate(faults)
     ]
-    deadline = time.monotonic() + LONGEST_SECONDS - 60  # before the limit of one test
+    deadline = time.monotonic() + longest_seconds
     ends: dict[int, float] = {}
     try:
         while len(ends) < len(jobs) and time.monotonic() < deadline:
@@ -153,6 +166,9 @@ def run_side_by_side(faults: Sequence[RankFault], *, files: Path, folder: Path) 
                 if number not in ends and not job.alive:
                     ends[number] = time.time()
             time.sleep(0.05)
+        for number, job in enumerate(jobs):
+            if number not in ends:
+                _say_where(job)
     finally:
         for job in jobs:
             job.kill()
@@ -160,6 +176,22 @@ def run_side_by_side(faults: Sequence[RankFault], *, files: Path, folder: Path) 
         _outcome(job, fault=fault, end=ends.get(number))
         for number, (job, fault) in enumerate(zip(jobs, faults, strict=True))
     ]
+
+
+def _say_where(job: Job) -> None:
+    """Into the log of each rank that is left: its threads' stacks, and what the kernel says."""
+    job.signal(WHERE_SIGNAL, ranks=range(len(job.ranks)))
+    time.sleep(1)
+    for rank, process in enumerate(job.ranks):
+        if not process.is_alive():
+            continue
+        with (job.logs / f"rank_{rank}.txt").open("a") as file:
+            file.write(f"\nrank {rank} has not ended; its threads in the kernel:\n")
+            for task in sorted(Path(f"/proc/{process.pid}/task").glob("*")):
+                with suppress(OSError):
+                    words = [(task / name).read_text().strip() for name in ("comm", "wchan")]
+                    state = re.search(r"^State:\s*(.*)$", (task / "status").read_text(), re.M)
+                    file.write(f"  {task.name} {' '.join(words)} {state and state[1]}\n")
 
 
 def _start(fault: RankFault, *, files: Path, folder: Path) -> Job:
@@ -253,6 +285,12 @@ def main() -> int:
     parser.add_argument(
         "--limit-seconds", type=float, default=LIMIT_SECONDS, help="of a phase (default: 30)"
     )
+    parser.add_argument(
+        "--longest-seconds",
+        type=float,
+        default=LONGEST_SECONDS - 60,
+        help="of a job (220)",
+    )
     options = parser.parse_args()
     on_gpus = options.device == "cuda"
     before = gpu_use() if on_gpus else None
@@ -276,7 +314,12 @@ def main() -> int:
         )
         for first in range(0, len(wanted_faults), options.at_once):
             some = wanted_faults[first : first + options.at_once]
-            outcomes = run_side_by_side(some, files=folder / "files", folder=folder / "jobs")
+            outcomes = run_side_by_side(
+                some,
+                files=folder / "files",
+                folder=folder / "jobs",
+                longest_seconds=options.longest_seconds,
+            )
             for fault, outcome in zip(some, outcomes, strict=True):
                 failed += show(outcome, fault=fault)
             shutil.rmtree(folder / "jobs")
