@@ -31,6 +31,7 @@ class RoleOptions:
     layer_spec: str
     recompute: str = "none"
     kept_logits_gb: float = 0.0
+    fp8: bool = False
 
 
 def build_role(
@@ -52,6 +53,7 @@ def build_role(
         groups=groups,
         precision=options.precision,
         layer_spec_name=options.layer_spec,
+        fp8=options.fp8,
         recompute=RecomputeConfig(granularity=options.recompute),
         device=context.device,
         seed=1,

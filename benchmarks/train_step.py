@@ -251,6 +251,7 @@ def build_setting(
             layer_spec=options.layer_spec,
             recompute=options.recompute,
             kept_logits_gb=options.kept_logits_gb,
+            fp8=options.fp8,
         ),
         rounds=options.rounds,
         context=context,
@@ -266,6 +267,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--kept-logits-gb", type=float, default=0.0)
+    parser.add_argument("--fp8", action="store_true", help="as actor.fp8; Transformer Engine only")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU")
     parser.add_argument(
         "--micro-batch-tokens", type=int, default=0, help="default: the shape's (16384)"

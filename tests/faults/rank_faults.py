@@ -9,7 +9,8 @@ SECONDS_INTO_PHASE after it begins.
 
     python tests/faults/rank_faults.py --all --device cuda --kind exit --kind kill --at-once 13
 
-does it on two GPUs over NCCL, in bf16, and looks afterwards whether any process is left on them.
+does it on two GPUs (or with both ranks on one) over NCCL, in bf16, and looks afterwards whether any
+process is left on them.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpu_use import gpu_use, left_on_gpus
 from tiny_run import LONGEST_SECONDS, Job, listen_to_phases, make_files, preload, settings
 
@@ -80,6 +82,9 @@ class RankFault:
     def install(self, rank: int) -> None:
         """In the process of `rank`, before the program starts."""
         faulthandler.register(WHERE_SIGNAL)
+        if self.on_gpus and torch.cuda.device_count() == 1:
+            # NCCL takes two ranks on one GPU only where they seem to be on hosts of their own.
+            os.environ |= {"NCCL_HOSTID": f"host{rank}", "LOCAL_RANK": "0"}
         if rank == self.rank:
             listen_to_phases(self)
 
