@@ -116,7 +116,7 @@ def train(config: Config, *, architectures: Architectures) -> int:
         from rlhf_megatron.doctor.at_start import check_machines
         from rlhf_megatron.memory_report import planned_peaks, suggested, write_planned_peaks
         from rlhf_megatron.observability.ledger import PhaseLedger
-        from rlhf_megatron.observability.logs import setup_logging
+        from rlhf_megatron.observability.logs import rank_log, setup_logging
         from rlhf_megatron.observability.trace import trace_at_end
         from rlhf_megatron.out_of_memory import OutOfMemoryReport
         from rlhf_megatron.phase_limits import position_of
@@ -139,6 +139,8 @@ def train(config: Config, *, architectures: Architectures) -> int:
             print(describe_batch(config, world_size=context.world_size), flush=True)
         dist.barrier()
         setup_logging(config.run.output_dir, rank=context.rank, hide=config.secrets.hide)
+        log = rank_log(config.run.output_dir, rank=context.rank)
+        channel.write_stacks_into(log.open("a", encoding="utf-8"))
         stop = StopAgreement(
             signals=signals,
             time_limit=slurm_time_limit(stop_before_minutes=config.checkpoint.stop_before_minutes),

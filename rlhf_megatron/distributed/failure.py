@@ -4,9 +4,11 @@ A rank that fails writes its error to the job's key-value store; the first one w
 every rank watches the key, because a rank that waits in a collective cannot be woken otherwise.
 Rank 0 prints the message, once, and every rank leaves with the exit code that belongs to it. For a
 rank that was killed its neighbour writes the error (heartbeat.py). Where a rank stays in one place
-beyond its limit, all ranks first say what they are doing (watchdog.py).
+beyond its limit, all ranks first say what they are doing (watchdog.py). While the threads of a rank
+cannot run, a process beside it watches in their place (stand_in.py).
 """
 
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -18,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -29,6 +31,7 @@ from rlhf_megatron.distributed.heartbeat import (
     Stay,
     process_state,
 )
+from rlhf_megatron.distributed.stand_in import STACKS_SIGNAL, StandIn
 from rlhf_megatron.distributed.watchdog import (
     Alarm,
     RankReport,
@@ -49,13 +52,15 @@ SILENT_SECONDS = 600.0
 DEATH_WAIT_SECONDS = 2.0
 """When a peer dies, collectives fail on the others: so long they wait for its neighbour's word."""
 
+DYING_SECONDS = 5.0
+"""A killed process may take so long to give back its memory, on a GPU and in the host."""
 GATHER_SECONDS = 4.0
 """So long the ranks have to say what they are doing, once one is beyond its limit."""
 STORE_SILENT_SECONDS = 5.0
 """A call to the job's store that takes longer says that the store's process stands still."""
 
 _KEY = "failure"
-_SHOWN = "failure_shown"
+SHOWN_KEY = "failure_shown"
 _REPORT = "report"
 
 
@@ -78,17 +83,7 @@ class FailureChannel:
         """Takes secrets out of what is shown."""
         self.clean_up: Callable[[], None] = lambda: None
         """What rank 0 does before it leaves after a failure, such as to remove unfinished files."""
-        # A connection of its own: the default store's is busy while the main thread rendezvouses.
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=60),
-            wait_for_workers=False,
-        )
-        # torchrun keeps its store through restarts: what failed the last time is in it still.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"rlhf_megatron/attempt_{attempt}", store)
+        self._store, self._silent_seconds = self._connect(seconds=60.0), silent_seconds
         self._heartbeat = Heartbeat(
             self._store, rank=rank, world_size=world_size, silent_seconds=silent_seconds
         )
@@ -97,14 +92,58 @@ class FailureChannel:
         self._store_deadline: float | None = None
         """Until then the store has to answer the call that the watch has in flight."""
         self._error: BaseException | None = None
+        self._stand_in: StandIn | None = None
+        self._writes_stacks = False
+
+    def _connect(self, *, seconds: float) -> PrefixStore:
+        # A connection of its own: the default store's is busy while the main thread rendezvouses.
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+        # torchrun keeps its store through restarts: what failed the last time is in it still.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"rlhf_megatron/attempt_{attempt}", store)
 
     def start(self) -> None:
+        self._start_stand_in()
         for name, target in (("failure-watch", self._watch), ("store-guard", self._guard)):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def close(self) -> None:
         """Stop watching; called when the job is over on all ranks."""
         self._closing.set()
+        if self._stand_in is not None:
+            self._stand_in.close()
+
+    def write_stacks_into(self, file: IO[str]) -> None:
+        """Where the stacks of this rank's threads go when it is ended while it is held up. The
+        file must stay open."""
+        faulthandler.register(STACKS_SIGNAL, file=file)
+        self._writes_stacks = True
+
+    def _start_stand_in(self) -> None:
+        try:
+            self._stand_in = StandIn(
+                rank=self.rank, world_size=self._world_size, silent_seconds=self._silent_seconds
+            )
+        except OSError as error:
+            logger.warning(
+                "no process could be started that watches where this one cannot: %s", error
+            )
+
+    def _tell_stand_in(self) -> None:
+        if self._stand_in is not None:
+            watched = self._heartbeat.watched_sign
+            self._stand_in.tell(
+                own=asdict(self._heartbeat.sign(self.position())),
+                seconds=self._heartbeat.own_stay.seconds,
+                watched=asdict(watched) if watched is not None else None,
+                writes_stacks=self._writes_stacks,
+            )
 
     def report(self, error: BaseException) -> NoReturn:
         """Publish this rank's error (unless another was first) and leave the process."""
@@ -118,7 +157,7 @@ class FailureChannel:
             if _comes_from_a_peer(error):
                 self._leave_without_store()
             _show(failure)
-            _leave(int(failure["exit_code"]))  # type: ignore[call-overload]
+            self._leave(int(failure["exit_code"]))  # type: ignore[call-overload]
         self._leave_with(first)
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
@@ -168,6 +207,7 @@ class FailureChannel:
     def _watch(self) -> None:
         while not self._closing.wait(POLL_SECONDS):
             try:
+                self._tell_stand_in()
                 self._store_deadline = time.monotonic() + STORE_SILENT_SECONDS
                 failure = self._look()
                 self._store_deadline = None
@@ -202,6 +242,7 @@ class FailureChannel:
         this rank has to judge by what it knows."""
         beats = self._heartbeat
         while not self._closing.wait(1.0):
+            self._tell_stand_in()
             deadline = self._store_deadline
             if deadline is None or time.monotonic() < deadline:
                 continue
@@ -214,7 +255,7 @@ class FailureChannel:
         logger.info("the job's store does not answer; stacks:\n%s", stacks_of_all_threads())
         if self._heartbeat.watched != 0:  # this rank knows least of rank 0
             time.sleep(DEATH_WAIT_SECONDS)
-            _leave(EXIT_FAILED)
+            self._leave(EXIT_FAILED)
         stay = self._heartbeat.own_stay
         alarm = Alarm(
             rank=self.rank,
@@ -229,10 +270,10 @@ class FailureChannel:
             number=0,
             process=f"{self._heartbeat.process_state()}, and the job's store in it",
         )
-        message = describe(alarm, reports=[self._own_report()], silent=[host])
+        message = describe(alarm, reports=self._own_reports(), silent=[host])
         print(f"error: {message}", file=sys.stderr, flush=True)
         self._heartbeat.end_watched_process()
-        _leave(EXIT_FAILED)
+        self._leave(EXIT_FAILED)
 
     def _obituary(self, death: str) -> dict:
         dead = self._heartbeat.watched
@@ -255,7 +296,7 @@ class FailureChannel:
         with self._leaving:
             if self._heartbeat.watched == 0:  # this rank knows most of rank 0
                 phase = self._heartbeat.watched_phase
-                if self._heartbeat.process_is_gone():
+                if self._is_gone_within(DYING_SECONDS):
                     text = f"rank 0 died in {phase}: its process is gone, and the job's store"
                 else:
                     text = f"the job's store is gone, with rank 0 (last seen in {phase}) or the"
@@ -264,7 +305,16 @@ class FailureChannel:
             else:
                 logger.error("the job's store is gone; leaving")
                 time.sleep(DEATH_WAIT_SECONDS)  # a launcher kills all ranks when one leaves
-            _leave(EXIT_FAILED)
+            self._leave(EXIT_FAILED)
+
+    def _is_gone_within(self, seconds: float) -> bool:
+        """Whether the watched process ends: its connections do so first."""
+        deadline = time.monotonic() + seconds
+        while not self._heartbeat.process_is_gone():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
 
     def _leave_with(self, failure: dict) -> NoReturn:
         with self._leaving:  # the main thread and the watch may both arrive
@@ -273,11 +323,11 @@ class FailureChannel:
             if self.rank == failure["shown_by"]:
                 _show(failure)
                 self._clean_up()
-                self._store.set(_SHOWN, "1")
+                self._store.set(SHOWN_KEY, "1")
                 time.sleep(5 * POLL_SECONDS)  # rank 0 may host the store: let the others read it
             else:
                 self._wait_until_shown()
-            _leave(int(failure["exit_code"]))
+            self._leave(int(failure["exit_code"]))
 
     def _leave_after_alarm(self, alarm: Alarm) -> NoReturn:
         """Say what this rank is doing; one rank puts together what all say."""
@@ -288,7 +338,8 @@ class FailureChannel:
             stacks_of_all_threads(),
         )
         try:
-            self._store.set(f"{_REPORT}/{self.rank}", json.dumps(asdict(self._own_report())))
+            for report in self._own_reports():
+                self._store.set(f"{_REPORT}/{self.rank}", json.dumps(asdict(report)))
             if self.rank == 0:
                 self._describe_and_show(alarm)
             elif not self._is_shown_within(GATHER_SECONDS + 2.0):
@@ -302,7 +353,7 @@ class FailureChannel:
                 time.sleep(5 * POLL_SECONDS)  # it may host the store: let the others read it
         except Exception as error:
             logger.error("the job's store is gone: %s", error)
-        _leave(EXIT_FAILED)
+        self._leave(EXIT_FAILED)
 
     def _describe_and_show(self, alarm: Alarm) -> None:
         reports = self._gather_reports()
@@ -311,7 +362,7 @@ class FailureChannel:
         print(f"error: {message}", file=sys.stderr, flush=True)
         logger.info("%s", message)
         self._clean_up()
-        self._store.set(_SHOWN, "1")
+        self._store.set(SHOWN_KEY, "1")
 
     def _gather_reports(self) -> dict[int, RankReport]:
         keys = [f"{_REPORT}/{rank}" for rank in range(self._world_size)]
@@ -332,9 +383,10 @@ class FailureChannel:
         process = process_state(sign) if near else "is on another node"
         return SilentRank(rank=rank, phase=sign.phase, number=sign.number, process=process)
 
-    def _own_report(self) -> RankReport:
+    def _own_reports(self) -> list[RankReport]:
+        """One, where it can be told what this rank does."""
         error, position = self._error, self.position()
-        return report_of_this_rank(
+        report = report_of_this_rank(
             self.rank,
             position=position,
             seconds=self._heartbeat.own_stay.seconds,
@@ -344,10 +396,11 @@ class FailureChannel:
                 else list(traceback.extract_tb(error.__traceback__))
             ),
         )
+        return [report]
 
     def _is_shown_within(self, seconds: float) -> bool:
         try:
-            self._store.wait([_SHOWN], timedelta(seconds=seconds))
+            self._store.wait([SHOWN_KEY], timedelta(seconds=seconds))
         except Exception:
             return False
         return True
@@ -361,9 +414,17 @@ class FailureChannel:
     def _wait_until_shown(self) -> None:
         """A launcher kills all ranks when one leaves: rank 0 has to print first."""
         try:
-            self._store.wait([_SHOWN], timedelta(seconds=ACKNOWLEDGE_SECONDS))
+            self._store.wait([SHOWN_KEY], timedelta(seconds=ACKNOWLEDGE_SECONDS))
         except Exception:
             logger.error("the failure was not shown in time")
+
+    def _leave(self, exit_code: int) -> NoReturn:
+        for child in multiprocessing.active_children():  # os._exit would leave them behind
+            child.kill()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
 def _comes_from_a_peer(error: BaseException) -> bool:
@@ -388,12 +449,3 @@ def _show(failure: dict) -> None:
         )
     else:
         print(f"error: {failure['message']}", file=sys.stderr)
-
-
-def _leave(exit_code: int) -> NoReturn:
-    for child in multiprocessing.active_children():  # os._exit would leave them behind
-        child.kill()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

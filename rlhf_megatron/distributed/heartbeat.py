@@ -64,8 +64,8 @@ class Stay:
     """How long a rank has been where it is, as seen from here: while this process was stopped (a
     suspended job) or held up, its clock stands."""
 
-    def __init__(self) -> None:
-        self._position, self._seconds = Position(""), 0.0
+    def __init__(self, position: Position = Position(""), *, seconds: float = 0.0) -> None:
+        self._position, self._seconds = position, seconds
         self._ticked_at = time.monotonic()
 
     def see(self, position: Position) -> None:
@@ -106,7 +106,7 @@ class Heartbeat:
         self._alone = world_size == 1
         self._silent_seconds = silent_seconds
         self._namespace, self._started = _namespace(), _start_time(os.getpid())
-        self._beats = 0
+        self._beats, self._is_shown = 0, True
         self._position = Position("")
         self._beat_at = self._read_at = self._looked_at = time.monotonic() - LONGEST_STEP_SECONDS
         self._seen: Sign | None = None
@@ -121,17 +121,31 @@ class Heartbeat:
         """Show that this rank is alive, unless it has been shown a moment ago."""
         self.own_stay.see(position)
         now = time.monotonic()
-        if self._alone or (position == self._position and now - self._beat_at < BEAT_SECONDS):
+        is_shown = position == self._position and now - self._beat_at < BEAT_SECONDS
+        if self._alone or is_shown or not self._is_shown:
             return
         self._beats, self._position, self._beat_at = self._beats + 1, position, now
-        sign = Sign(
+        self._store.set(f"{_KEY}/{self._rank}", json.dumps(asdict(self.sign(position))))
+
+    def sign(self, position: Position) -> Sign:
+        """What this rank says of itself."""
+        return Sign(
             **asdict(position),
             beat=self._beats,
             namespace=self._namespace,
             pid=os.getpid(),
             started=self._started,
         )
-        self._store.set(f"{_KEY}/{self._rank}", json.dumps(asdict(sign)))
+
+    @property
+    def watched_sign(self) -> Sign | None:
+        """The last one of the rank that is watched; None where it has not begun."""
+        return self._seen
+
+    def stand_in(self, position: Position, *, seconds: float, watched: Sign | None) -> None:
+        """For a rank that is held up there, and has been for `seconds`: watch and give no sign."""
+        self._is_shown, self._seen = False, watched
+        self.own_stay = Stay(position, seconds=seconds)
 
     def death(self) -> str:
         """How the watched rank is known to be dead; "" while it lives, or has not begun."""

@@ -21,6 +21,11 @@ class _HidingFormatter(logging.Formatter):
         return self._hide(super().format(record))
 
 
+def rank_log(output_dir: str | Path, *, rank: int) -> Path:
+    """The log file of a rank."""
+    return Path(output_dir) / "logs" / f"rank_{rank:04d}.log"
+
+
 def setup_logging(
     output_dir: str | Path, *, rank: int, hide: Callable[[str], str] = str
 ) -> logging.Logger:
@@ -38,11 +43,9 @@ def setup_logging(
             if handler.get_name() == _HANDLER_NAME:
                 owner.removeHandler(handler)
                 handler.close()
-    folder = Path(output_dir) / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [
-        logging.FileHandler(folder / f"rank_{rank:04d}.log", encoding="utf-8")
-    ]
+    path = rank_log(output_dir, rank=rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
     line = f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
     handlers[0].setFormatter(_HidingFormatter(line, hide=hide))
     if rank == 0:

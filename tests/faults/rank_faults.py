@@ -139,7 +139,8 @@ class Outcome:
             "hang": f"rank {fault.rank} hangs in {place}: for ",
         }[fault.kind]
         found = []
-        if others != [1]:
+        # A rank whose interpreter is held up is ended from outside (distributed/stand_in.py).
+        if others not in ([1], [-signal.SIGKILL]):
             found.append(f"exit codes {self.codes}")
         if not self.first_line.startswith(f"error: {cause}"):
             found.append(f"does not begin with {cause!r}")
