@@ -21,8 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-HELD_SECONDS = 10.0
-"""A rank silent for so long is held up. Long imports and busy machines cost a look at the store."""
+HELD_SECONDS = 6.0
+"""A rank silent for so long is held up; that it may only be slow costs a look at the store. Launchers
+that have seen a rank die leave the others 20 seconds or more."""
 TELL_SECONDS = 1.0
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a rank write its threads' stacks, without the interpreter's lock (faulthandler)."""
