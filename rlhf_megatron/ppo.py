@@ -310,30 +310,31 @@ class PpoStep:
         )
         # A mini-batch that is all masked would only follow momentum and weight decay.
         minis = [mini for epoch in plan for mini in epoch if tokens[mini].any()]
-        for number, mini in enumerate(minis, start=1):
+        with engine.consecutive_updates():
+            for number, mini in enumerate(minis, start=1):
 
-            def takes(result: StepResult, number: int = number, mini: MiniBatch = mini) -> bool:
-                update = Update(
-                    role=role, number=number, count=len(minis), step_batch=batch, samples=mini
+                def takes(result: StepResult, number: int = number, mini: MiniBatch = mini) -> bool:
+                    update = Update(
+                        role=role, number=number, count=len(minis), step_batch=batch, samples=mini
+                    )
+                    return self._guard.takes(result, update=update)
+
+                packing = self._pack(engine, batch, mini)
+                report.packings.append(packing.figures)
+                result = engine.train_step(
+                    packed_micro_batches(engine, batch=batch, packing=packing, fields=fields),
+                    loss=loss,
+                    learning_rate=learning_rate,
+                    takes=takes,
+                    with_norm=self._guard.wants_norm,
                 )
-                return self._guard.takes(result, update=update)
-
-            packing = self._pack(engine, batch, mini)
-            report.packings.append(packing.figures)
-            result = engine.train_step(
-                packed_micro_batches(engine, batch=batch, packing=packing, fields=fields),
-                loss=loss,
-                learning_rate=learning_rate,
-                takes=takes,
-                with_norm=self._guard.wants_norm,
-            )
-            if not result.updated:
-                continue
-            report.mini_batches.append(mini)
-            report.steps.append(result)
-            if stop(result):
-                report.stopped_early = True
-                break
+                if not result.updated:
+                    continue
+                report.mini_batches.append(mini)
+                report.steps.append(result)
+                if stop(result):
+                    report.stopped_early = True
+                    break
         return report
 
     def _pack(self, engine: ModelEngine, batch: RaggedBatch, mini_batch: MiniBatch) -> Packing:

@@ -417,6 +417,12 @@ def _optimizer(optimizer: OptimizerConfig, *, role: str) -> Iterator[str]:
             f"{at}.minimum_learning_rate={optimizer.minimum_learning_rate}: must be at most "
             f"learning_rate={optimizer.learning_rate}; lower it, or set 0"
         )
+    if optimizer.overlap_param_gather and not optimizer.overlap_grad_reduce:
+        yield (
+            f"{at}.overlap_param_gather=true: weights are gathered in the buckets of "
+            f"overlap_grad_reduce, which is false; set {at}.overlap_grad_reduce=true as well, or "
+            "overlap_param_gather to false"
+        )
     for name in ("beta1", "beta2"):
         if getattr(optimizer, name) >= 1:
             yield f"{at}.{name}={getattr(optimizer, name)}: must be below 1; take 0.9 to 0.999"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HELD_SECONDS = 6.0
-"""A rank silent for so long is held up; that it may only be slow costs a look at the store. Launchers
+"""A rank silent for so long is held up; one that is only slow costs a look at the store. Launchers
 that have seen a rank die leave the others 20 seconds or more."""
 TELL_SECONDS = 1.0
 STACKS_SIGNAL = signal.SIGUSR2

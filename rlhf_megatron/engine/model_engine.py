@@ -6,6 +6,7 @@ role, through one sum over these in which each value is contributed once.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from rlhf_megatron.engine.offload import (
     RoleMemory,
 )
 from rlhf_megatron.engine.optimizer import (
+    LateGather,
     as_float,
     build_optimizer,
     gradients_are_finite,
@@ -104,9 +106,8 @@ class ModelEngine:
                 for module in self._modules:
                     module.requires_grad_(False)
             else:
-                self._modules = wrap_for_training(
-                    model, overlap_grad_reduce=optimizer_config.overlap_grad_reduce
-                )
+                self._modules = wrap_for_training(model, config=optimizer_config)
+                self._gather = LateGather(self._modules)
                 self.reset_optimizer()
 
     @property
@@ -200,6 +201,13 @@ class ModelEngine:
             dist.all_reduce(buffer, group=self.model.groups.everyone)
         return {name: buffer.cpu() for name, buffer in buffers.items()}
 
+    @contextmanager
+    def consecutive_updates(self) -> Iterator[None]:
+        """Around the `train_step`s of a phase, between which nobody else reads weights: with
+        overlap_param_gather they may be whole only at the end. Collective."""
+        with self._gather.between_updates():
+            yield
+
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -253,6 +261,7 @@ class ModelEngine:
         )
         with self.model.groups.active():
             updated, grad_norm, _ = self.optimizer.step()
+            self._gather.updated()
         return replace(found, grad_norm=as_float(grad_norm), updated=bool(updated))
 
     def nonfinite_weights(self) -> list[str]:

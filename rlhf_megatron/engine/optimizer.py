@@ -1,5 +1,7 @@
 """The distributed optimizer of a role: AdamW over float32 master weights, sharded over replicas."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,16 +30,18 @@ def in_model_precision(model: RoleModel) -> list[Any]:
 
 
 def wrap_for_training(
-    model: RoleModel, *, overlap_grad_reduce: bool
+    model: RoleModel, *, config: OptimizerConfig
 ) -> list[DistributedDataParallel]:
     """Gradient buffers in float32, reduced once per optimizer step as sums, not means.
 
-    overlap_grad_reduce: as OptimizerConfig's; without replicas it means nothing.
+    Without replicas the overlaps of `config` mean nothing.
     """
-    overlaps = overlap_grad_reduce and model.groups.layout.data_parallel_size > 1
+    has_replicas = model.groups.layout.data_parallel_size > 1
+    overlaps = config.overlap_grad_reduce and has_replicas
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlaps,
+        overlap_param_gather=config.overlap_param_gather and has_replicas,
         use_distributed_optimizer=True,
     )
     wrapped = [
@@ -49,9 +53,50 @@ def wrap_for_training(
         # The schedules keep all micro-batches but the last from setting reductions off.
         functions = [module.no_sync for module in wrapped]
         model.config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    if options.overlap_param_gather:
+        for module in wrapped:
+            module.disable_forward_pre_hook(param_sync=False)  # LateGather sets them
     if model.fused_norms:
         _accumulate_in_place(wrapped)
     return wrapped
+
+
+class LateGather:
+    """Whether new weights reach the other replicas at once, or beneath the next forward pass.
+
+    Megatron-Core leaves the gather to hooks of the forward pass where overlap_param_gather is set,
+    and to whoever reads weights otherwise. Here weights are whole wherever hooks are not set, which
+    is anywhere but between the updates of one phase.
+    """
+
+    def __init__(self, wrapped: list[DistributedDataParallel]) -> None:
+        self._wrapped = wrapped
+        self._is_wanted = wrapped[0].ddp_config.overlap_param_gather
+        self._has_hooks = False
+        self._more_updates_follow = False
+
+    @contextmanager
+    def between_updates(self) -> Iterator[None]:
+        """Around the updates of a phase. Collective at the end, unless the block raises: then the
+        job is over."""
+        self._more_updates_follow = True
+        yield
+        self._more_updates_follow = False
+        if self._has_hooks:
+            self._has_hooks = False
+            for module in self._wrapped:
+                module.disable_forward_pre_hook(param_sync=True)
+
+    def updated(self) -> None:
+        """The optimizer has changed this replica's share of the weights. Collective."""
+        if not self._is_wanted or self._has_hooks:
+            return
+        for module in self._wrapped:
+            if self._more_updates_follow:
+                module.enable_forward_pre_hook()
+            else:
+                module.start_param_sync(force_sync=True)
+        self._has_hooks = self._more_updates_follow
 
 
 def _accumulate_in_place(wrapped: list[DistributedDataParallel]) -> None:

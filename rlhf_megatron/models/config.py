@@ -45,6 +45,11 @@ class OptimizerConfig:
     each replica where that is more) while the backward pass of an update's last micro-batch goes
     on, not all of them after it. Default false."""
 
+    overlap_param_gather: bool = False
+    """Between replicas: gather an update's new weights beneath the forward pass of the next update
+    of the same phase, bucket by bucket; those of the last one are gathered at once. Needs
+    overlap_grad_reduce. Default false."""
+
 
 @dataclass(kw_only=True)
 class RecomputeConfig:

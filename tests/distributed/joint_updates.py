@@ -74,7 +74,7 @@ def joint_step(
         shape=case.actor,
         factory=new_factory(),
         head=JOINT_HEAD,
-        optimizer=optimizer_config(overlap_grad_reduce=case.overlap_grad_reduce),
+        optimizer=optimizer_config(overlaps=case.overlaps),
         precision=precision,
     )
     return PpoStep(

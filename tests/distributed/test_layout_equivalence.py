@@ -47,9 +47,9 @@ CASES = [
     Case(name="tp2pp2", actor=Shape(tp=2, pp=2)),
     Case(name="dp2", actor=Shape(dp=2)),
     Case(name="tp2pp2dp2", actor=EIGHT),
-    Case(name="dp2_overlap", actor=Shape(dp=2), overlap_grad_reduce=True),
-    Case(name="pp2vpp2dp2_overlap", actor=Shape(pp=2, vpp=2, dp=2), overlap_grad_reduce=True),
-    Case(name="tp2pp2dp2_overlap", actor=EIGHT, overlap_grad_reduce=True),
+    Case(name="dp2_overlap", actor=Shape(dp=2), overlaps=True),
+    Case(name="pp2vpp2dp2_overlap", actor=Shape(pp=2, vpp=2, dp=2), overlaps=True),
+    Case(name="tp2pp2dp2_overlap", actor=EIGHT, overlaps=True),
     Case(name="actor_tp2_critic_tp1", actor=Shape(tp=2), critic=Shape(dp=2)),
     Case(name="actor_pp2_critic_tp2", actor=Shape(pp=2), critic=Shape(tp=2)),
     Case(name="micro_batch_of_1", changes={"micro_batch_samples": 1}),
@@ -138,5 +138,5 @@ def test_other_losses_at_two_replicas(models, tmp_path, changes):
     alone = updates(models, path, Case(name="alone", changes=changes))
     case = Case(name=str(changes), actor=Shape(dp=2), critic=Shape(tp=2), changes=changes)
     assert_same(updates(models, path, case), alone, name=case.name)
-    case = Case(name="overlap", actor=Shape(dp=2), changes=changes, overlap_grad_reduce=True)
+    case = Case(name="overlap", actor=Shape(dp=2), changes=changes, overlaps=True)
     assert_same(updates(models, path, case), alone, name=f"{case.name} {changes}")

@@ -28,7 +28,7 @@ CASES = [
     Case(name="pp2", actor=Shape(pp=2)),
     Case(name="pp2vpp2", actor=Shape(pp=2, vpp=2)),
     Case(name="tp2pp2dp2", actor=EIGHT),
-    Case(name="dp2_overlap", actor=Shape(dp=2), overlap_grad_reduce=True),
+    Case(name="dp2_overlap", actor=Shape(dp=2), overlaps=True),
 ]
 
 
@@ -121,6 +121,6 @@ def test_a_loss_that_leaves_a_head_out_is_that_of_one_replica(joint_models):
     directory = joint_models / "joint_llama"
     (alone,) = run_ranks(1, warm_up_joint, directory, Case(name="alone"))
     for overlaps in (False, True):
-        case = Case(name="dp2", actor=Shape(dp=2), overlap_grad_reduce=overlaps)
+        case = Case(name="dp2", actor=Shape(dp=2), overlaps=overlaps)
         for found in run_ranks(2, warm_up_joint, directory, case):
             assert found == pytest.approx(alone, rel=1e-5)

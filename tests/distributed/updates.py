@@ -31,12 +31,14 @@ NUM_ROUNDS = 3
 SEED = 7
 
 
-def optimizer_config(*, overlap_grad_reduce: bool = False) -> OptimizerConfig:
+def optimizer_config(*, overlaps: bool = False) -> OptimizerConfig:
+    """overlaps: of gradients with the backward pass, and of weights with the next forward pass."""
     return OptimizerConfig(
         learning_rate=RATE,
         weight_decay=0.1,
         clip_grad=1.0,
-        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
     )
 
 
@@ -106,7 +108,7 @@ class Case:
     actor: Shape = field(default_factory=Shape)
     critic: Shape | None = None
     changes: dict = field(default_factory=dict)
-    overlap_grad_reduce: bool = False
+    overlaps: bool = False
 
     @property
     def world_size(self) -> int:
@@ -117,7 +119,7 @@ def run_updates(rank: int, models: Path, rollout: Path, case: Case) -> Trace:
     """NUM_ROUNDS rounds on the recorded rollout, as TrainingStep.run takes them."""
     config, factory = ppo_config(**case.changes), new_factory()
     other = case.critic or case.actor
-    optimizer = optimizer_config(overlap_grad_reduce=case.overlap_grad_reduce)
+    optimizer = optimizer_config(overlaps=case.overlaps)
     actor = build_role(models / "llama", shape=case.actor, factory=factory, optimizer=optimizer)
     critic = build_role(
         models / "critic",

@@ -235,6 +235,14 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["actor.optimizer.minimum_learning_rate=1e-3"],
         ["actor.optimizer.minimum_learning_rate=0.001", "at most learning_rate=1e-06", "set 0"],
     ),
+    (
+        ["critic.optimizer.overlap_param_gather=true"],
+        [
+            "critic.optimizer.overlap_param_gather=true",
+            "overlap_grad_reduce, which is false",
+            "set critic.optimizer.overlap_grad_reduce=true",
+        ],
+    ),
     # a critic on the actor's backbone
     (
         ["critic.shared_loss_weight=0.5"],
