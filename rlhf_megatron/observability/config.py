@@ -7,7 +7,7 @@ from rlhf_megatron.schema import choice, items, number
 
 @dataclass(kw_only=True)
 class WandbConfig:
-    """Weights & Biases."""
+    """Weights & Biases. A resumed run goes on in its W&B run, whose id is in the run's folder."""
 
     mode: str = choice("off", "offline", "online")
     """off (default), offline (files in the run folder) or online."""

@@ -9,6 +9,8 @@ from typing import Any, TextIO
 from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.observability.config import LoggingConfig
 
+WANDB_ID_FILE = "wandb_run_id.txt"
+"""In the run's folder: under which id W&B knows the run, so that a resumed one goes on there."""
 _INSTALL = 'pip install "rlhf-megatron[logging]", or'
 
 
@@ -126,13 +128,18 @@ def _start_wandb(
             "set logging.wandb.mode=off"
         )
         return None
+    id_file = folder / WANDB_ID_FILE
+    known_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
     try:
-        return init(
+        run = init(
             project=config.wandb.project,
             name=config.wandb.name or run_name,
             mode="online" if mode == "online" else "offline",
             dir=str(folder),
             config=resolved_config,
+            id=known_id or None,
+            # What the run has logged of steps that are taken again stays as it is there.
+            resume="allow" if known_id else None,
             # The run folder has its own logs; wrapping stdout would break the progress line.
             settings=Settings(console="off", silent=True),
         )
@@ -142,3 +149,5 @@ def _start_wandb(
             "`wandb login`, or set logging.wandb.mode=offline"
         )
         return None
+    id_file.write_text(f"{run.id}\n", encoding="utf-8")
+    return run

@@ -88,6 +88,25 @@ def test_wandb_offline_leaves_a_run_in_the_folder(tmp_path, monkeypatch):
     assert read_lines(tmp_path / "metrics.jsonl")[0]["reward/mean"] == 0.25
 
 
+def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra `logging` is not installed")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    monkeypatch.setenv("WANDB_X_DISABLE_STATS", "true")
+    config = LoggingConfig(wandb=WandbConfig(mode="offline"))
+    ids = []
+    for step in (1, 2):
+        metrics = writer(tmp_path / "run", config)
+        ids.append(metrics._wandb.id)
+        metrics.write(step, metrics={"reward/mean": 0.25})
+        metrics.close()
+    other = writer(tmp_path / "other", config)
+    ids.append(other._wandb.id)
+    other.close()
+    assert ids[0] == ids[1] != ids[2]
+    records = list((tmp_path / "run/wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))
+    assert len(records) == len(list((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))) >= 1
+
+
 def test_missing_trackers_are_reported_together(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
