@@ -113,3 +113,4 @@ def _is_stopped(pid: int) -> bool:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # threads of a watch may be in calls to the store
