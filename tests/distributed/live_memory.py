@@ -1,5 +1,6 @@
 """Bytes of tensors, counted on a CPU: what autograd saves, and what is alive at most."""
 
+import time
 from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+SETTLE_SECONDS = 0.05
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -74,11 +77,16 @@ class _Held:
 
 
 class LiveTensors(TorchDispatchMode):
-    """The most bytes at once of storages that are made inside the block."""
+    """The most bytes at once of storages that are made inside the block.
+
+    Gloo's threads let go of a collective's tensors some time after its `wait` returns. So while a
+    tensor of a collective is alive, a new peak is believed only where it lasts for SETTLE_SECONDS.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._in_collectives: set[int] = set()
         self.peak = self.live = 0
         self.at_peak = ""
 
@@ -86,15 +94,31 @@ class LiveTensors(TorchDispatchMode):
         known = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and _key(t) not in known]
+        if func.namespace == "c10d":
+            self._in_collectives |= known
         if made:
-            self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
             for tensor in made:
                 storage = tensor.untyped_storage()
                 self._alive[_key(tensor)] = (StorageWeakRef(storage), storage.nbytes())
-            self.live = sum(size for _, size in self._alive.values())
+            self._count()
+            if self.live > self.peak:
+                self._settle()
             if self.live > self.peak:
                 self.peak, self.at_peak = self.live, str(func)
         return result
+
+    def _count(self) -> None:
+        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
+        self._in_collectives &= self._alive.keys()
+        self.live = sum(size for _, size in self._alive.values())
+
+    def _settle(self) -> None:
+        end = time.monotonic() + SETTLE_SECONDS
+        while self._in_collectives and self.live > self.peak and time.monotonic() < end:
+            time.sleep(0.001)
+            self._count()
+        if self.live > self.peak:
+            self._in_collectives.clear()  # what is still there is held by the program itself
 
 
 def _key(tensor: Tensor) -> int:
