@@ -40,7 +40,12 @@ from rlhf_megatron.role_exchange import ExchangeGroups, build_exchange_groups
 from rlhf_megatron.role_ranks import RolePlacement, role_placement
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.contract import RolloutEngine
-from rlhf_megatron.rollout.factory import ResolvedEngine, build_engine, resolve_engine
+from rlhf_megatron.rollout.factory import (
+    ResolvedEngine,
+    build_engine,
+    check_head_size,
+    resolve_engine,
+)
 from rlhf_megatron.rollout.worlds import make_engine_groups
 from rlhf_megatron.shared_backbone import actor_head
 from rlhf_megatron.weight_sync import copy_weights
@@ -358,7 +363,8 @@ def choose_placement(
     context: DistributedContext,
     say: Callable[[str], None],
 ) -> RolloutPlacement:
-    """Choose the engines' ranks, and say so. Raises UserError where they do not fit."""
+    """Choose the engines' ranks, and say so. Raises UserError where they do not fit the model."""
+    check_head_size(resolved.name, head_dim=actor.arch.head_dim, device=context.device)
     placement = place_engines(
         config,
         arch=actor.arch,

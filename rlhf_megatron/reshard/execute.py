@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.reshard.copies import LocalCopies, Packing
 from rlhf_megatron.reshard.messages import Message, direct_bytes, make_exchange
 from rlhf_megatron.reshard.plan import BUCKETS_IN_FLIGHT, ReshardPlan, Transfer
-from rlhf_megatron.reshard.strips import join
+from rlhf_megatron.reshard.strips import Strip, join
 
 logger = logging.getLogger("rlhf_megatron.reshard")
-
-WORD = torch.int64
-"""What copies move, to pack and to unpack as well, where sizes and strides allow it."""
 
 Tensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Parameters by name, or what returns them, asked in each run. Their storage may move between runs.
@@ -51,11 +49,33 @@ class _Parcel:
     peer: int
     numel: int
     views: list[Tensor]
-    words: list[Tensor]
-    """The same as words; empty where some do not allow it."""
     is_direct: bool
     """It lies in one piece in a parameter, on the device where the buffers are, and travels from
     there or to there without one."""
+
+
+class _Side:
+    """What one exchange sends, or what it receives."""
+
+    def __init__(
+        self, parcels: list[_Parcel], *, dtype: torch.dtype, device: torch.device, is_sent: bool
+    ) -> None:
+        self.parcels = parcels
+        self.numel = sum(view.numel() for parcel in parcels for view in parcel.views)
+        packed = [view for p in parcels if not p.is_direct for view in p.views]
+        self.packing = Packing(packed, dtype=dtype, device=device, into_buffer=is_sent)
+
+    def messages(self, buffer: Tensor) -> list[Tensor]:
+        """A flat tensor for each parcel: its own view where it is direct, else a piece of the
+        buffer."""
+        tensors, start = [], 0
+        for parcel in self.parcels:
+            if parcel.is_direct:
+                tensors.append(parcel.views[0])
+            else:
+                tensors.append(buffer[start : start + parcel.numel])
+                start += parcel.numel
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -65,42 +85,12 @@ class _Bound:
     """
 
     addresses: list[int]
-    copies: list[tuple[Tensor, Tensor]]
-    """Place and value."""
-    sends: list[list[_Parcel]]
+    copies: list[LocalCopies]
+    """Spread over the exchanges, to pass the time of each; all of them where there is none."""
+    sends: list[_Side]
     """Of each exchange."""
-    receives: list[list[_Parcel]]
+    receives: list[_Side]
     """Of each exchange."""
-
-    def buffer_numel(self) -> tuple[int, int]:
-        """The largest exchange's elements that are not direct, to send and to receive."""
-        sends, receives = (
-            max((sum(p.numel for p in parcels if not p.is_direct) for parcels in side), default=0)
-            for side in (self.sends, self.receives)
-        )
-        return sends, receives
-
-
-class _Buffer:
-    """A place for the packed messages of one bucket."""
-
-    def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._elements = torch.empty(numel, dtype=dtype, device=device)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._elements.numel() * self._elements.dtype.itemsize
-
-    def messages(self, parcels: Sequence[_Parcel]) -> list[Tensor]:
-        """A flat tensor for each parcel: its own view where it is direct, else a piece of this."""
-        tensors, start = [], 0
-        for parcel in parcels:
-            if parcel.is_direct:
-                tensors.append(parcel.views[0])
-            else:
-                tensors.append(self._elements[start : start + parcel.numel])
-                start += parcel.numel
-        return tensors
 
 
 class Resharder:
@@ -150,7 +140,7 @@ class Resharder:
                 mine.sends if mine else empty, mine.receives if mine else empty, strict=True
             )
         ]
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[Tensor] = []
         self._bound: _Bound | None = None
         self._has_joined = False
 
@@ -166,23 +156,22 @@ class Resharder:
         received, count = 0, len(self._exchanges)
         travelling: list[dist.Work] | None = None
         for number in range(count):
-            begun = self._begin(number, sends=bound.sends[number], receives=bound.receives[number])
-            # The local copies are spread over the exchanges, to pass the time of each.
-            self._copy_locally(bound.copies[number::count])
+            begun = self._begin(number, bound=bound)
+            bound.copies[number].run()
             if travelling is not None:
-                received += self._end(number - 1, works=travelling, parcels=bound.receives)
+                received += self._end(number - 1, works=travelling, bound=bound)
             travelling = begun
         if travelling is not None:
-            received += self._end(count - 1, works=travelling, parcels=bound.receives)
+            received += self._end(count - 1, works=travelling, bound=bound)
         else:
-            self._copy_locally(bound.copies)
+            bound.copies[0].run()
         self._synchronize()
         return ReshardStats(
             bytes_received=received,
             bytes_minimum=self._minimum_bytes,
             seconds=time.perf_counter() - start,
             num_operations=count,
-            buffer_bytes=sum(buffer.num_bytes for buffer in self._buffers),
+            buffer_bytes=sum(buffer.nbytes for buffer in self._buffers),
         )
 
     def release_buffers(self) -> None:
@@ -202,28 +191,38 @@ class Resharder:
             self._buffers = []  # what needs packing may have changed
             self._bound = _Bound(
                 addresses,
-                copies=[
-                    _in_words(
-                        strip.target.of(target), value=strip.source.of(source), dtype=self._dtype
-                    )
-                    for strip in self._copies
-                ],
+                copies=self._local_copies(source, target=target),
                 sends=[
-                    [
-                        self._parcel(m, views=[s.source.of(source) for s in m.strips])
-                        for m in e.sends
-                    ]
+                    self._side(e.sends, views=lambda strip: strip.source.of(source), is_sent=True)
                     for e in self._exchanges
                 ],
                 receives=[
-                    [
-                        self._parcel(m, views=[s.target.of(target) for s in m.strips])
-                        for m in e.receives
-                    ]
+                    self._side(
+                        e.receives, views=lambda strip: strip.target.of(target), is_sent=False
+                    )
                     for e in self._exchanges
                 ],
             )
         return self._bound
+
+    def _local_copies(
+        self, source: Mapping[str, Tensor], *, target: Mapping[str, Tensor]
+    ) -> list[LocalCopies]:
+        count = max(1, len(self._exchanges))
+        return [
+            LocalCopies(
+                [strip.target.of(target) for strip in self._copies[number::count]],
+                values=[strip.source.of(source) for strip in self._copies[number::count]],
+                dtype=self._dtype,
+            )
+            for number in range(count)
+        ]
+
+    def _side(
+        self, messages: Sequence[Message], *, views: Callable[[Strip], Tensor], is_sent: bool
+    ) -> _Side:
+        parcels = [self._parcel(m, views=[views(strip) for strip in m.strips]) for m in messages]
+        return _Side(parcels, dtype=self._dtype, device=self._device, is_sent=is_sent)
 
     def _check(self, source: Mapping[str, Tensor], *, target: Mapping[str, Tensor]) -> None:
         """Names, ranks and sizes of the parameters are those of the layouts."""
@@ -235,47 +234,34 @@ class Resharder:
         }
         assert not wrong, f"not as the layouts have them: {sorted(wrong)}"
 
-    def _copy_locally(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for place, value in copies:
-            if place.dtype not in (self._dtype, WORD):
-                # Through `dtype` as a transfer would go, so that replicas are equal bit for bit.
-                value = value.to(self._dtype)
-            place.copy_(value)
-
     def _parcel(self, message: Message, *, views: list[Tensor]) -> _Parcel:
         flat = [view.view(-1) if view.is_contiguous() else view for view in views]
         converts = any(view.dtype != self._dtype for view in flat)
         is_direct = len(flat) == 1 and flat[0].dim() == 1 and not converts
         # All of a bucket travels on one kind of device: an export receives into host memory.
         is_direct = is_direct and flat[0].device.type == self._device.type
-        words = []
-        if not converts and all(map(_holds_words, flat)):
-            words = [view.view(WORD) for view in flat]
-        return _Parcel(message.peer, message.numel, flat, words, is_direct)
+        return _Parcel(message.peer, message.numel, flat, is_direct)
 
-    def _make_buffers(self, bound: _Bound) -> list[_Buffer]:
+    def _make_buffers(self, bound: _Bound) -> list[Tensor]:
         return [
-            _Buffer(numel, dtype=self._dtype, device=self._device)
+            torch.empty(
+                max(side.packing.numel for side in sides), dtype=self._dtype, device=self._device
+            )
             for _ in range(min(BUCKETS_IN_FLIGHT, len(self._exchanges)))
-            for numel in bound.buffer_numel()
+            for sides in (bound.sends, bound.receives)
         ]
 
-    def _begin(
-        self, number: int, *, sends: Sequence[_Parcel], receives: Sequence[_Parcel]
-    ) -> list[dist.Work]:
-        outgoing = self._send_buffer(number).messages(sends)
-        incoming = self._receive_buffer(number).messages(receives)
-        for parcel, message in zip(sends, outgoing, strict=True):
-            if not parcel.is_direct:
-                for slot, value in _slots(parcel, message=message):
-                    slot.copy_(value)
+    def _begin(self, number: int, *, bound: _Bound) -> list[dist.Work]:
+        sends, receives = bound.sends[number], bound.receives[number]
+        outgoing, incoming = self._send_buffer(number), self._receive_buffer(number)
+        sends.packing.run(outgoing)
         operations = [
             dist.P2POp(call, tensor, parcel.peer, self._group)
-            for call, parcels, tensors in (
+            for call, side, buffer in (
                 (dist.irecv, receives, incoming),
                 (dist.isend, sends, outgoing),
             )
-            for parcel, tensor in zip(parcels, tensors, strict=True)
+            for parcel, tensor in zip(side.parcels, side.messages(buffer), strict=True)
         ]
         start = time.perf_counter()
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
@@ -283,29 +269,27 @@ class Resharder:
             for work in works:
                 work.wait()
             self._synchronize()
-            self._log(number, sends=sends, receives=receives, seconds=time.perf_counter() - start)
+            self._log(
+                number,
+                sends=sends.parcels,
+                receives=receives.parcels,
+                seconds=time.perf_counter() - start,
+            )
             return []
         return works
 
-    def _end(
-        self, number: int, *, works: Sequence[dist.Work], parcels: Sequence[Sequence[_Parcel]]
-    ) -> int:
+    def _end(self, number: int, *, works: Sequence[dist.Work], bound: _Bound) -> int:
         """Returns the bytes that have arrived at their places."""
         for work in works:
             work.wait()
-        arrived = 0
-        messages = self._receive_buffer(number).messages(parcels[number])
-        for parcel, message in zip(parcels[number], messages, strict=True):
-            if not parcel.is_direct:
-                for slot, place in _slots(parcel, message=message):
-                    place.copy_(slot)
-            arrived += message.numel()
-        return arrived * self._dtype.itemsize
+        receives = bound.receives[number]
+        receives.packing.run(self._receive_buffer(number))
+        return receives.numel * self._dtype.itemsize
 
-    def _send_buffer(self, number: int) -> _Buffer:
+    def _send_buffer(self, number: int) -> Tensor:
         return self._buffers[2 * (number % BUCKETS_IN_FLIGHT)]
 
-    def _receive_buffer(self, number: int) -> _Buffer:
+    def _receive_buffer(self, number: int) -> Tensor:
         return self._buffers[2 * (number % BUCKETS_IN_FLIGHT) + 1]
 
     def _join_group(self) -> None:
@@ -344,36 +328,5 @@ class Resharder:
             torch.cuda.synchronize(self._device)
 
 
-def _in_words(place: Tensor, *, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both as 8-byte integers where they allow it, and neither is converted to `dtype`: a GPU
-    copies strided elements one by one, and 16-bit ones at half the memory's rate."""
-    both = (place, value)
-    if any(x.dtype != dtype for x in both) or not all(map(_holds_words, both)):
-        return place, value
-    return place.view(WORD), value.view(WORD)
-
-
-def _holds_words(x: Tensor) -> bool:
-    per_word = WORD.itemsize // x.itemsize
-    aligned = (x.size(-1), x.storage_offset(), *x.stride()[:-1])
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % WORD.itemsize == 0
-        and not any(n % per_word for n in aligned)
-    )
-
-
 def _look_up(tensors: Tensors) -> Mapping[str, Tensor]:
     return tensors() if callable(tensors) else tensors
-
-
-def _slots(parcel: _Parcel, *, message: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each view's place in the packed message, shaped like the view, and the view."""
-    views = parcel.views
-    if parcel.words and _holds_words(message):
-        message, views = message.view(WORD), parcel.words
-    slots = message.split([view.numel() for view in views])
-    return [
-        (slot if view.dim() == 1 else slot.view(view.shape), view)
-        for slot, view in zip(slots, views, strict=True)
-    ]

@@ -51,6 +51,19 @@ def resolve_engine(
     return ResolvedEngine(name="vllm", reason=f"rollout.engine={name}: vLLM {vllm.__version__}")
 
 
+def check_head_size(name: str, *, head_dim: int, device: torch.device) -> None:
+    """Raise UserError where the engine `name` has no attention for heads of that size."""
+    if name != "vllm" or device.type != "cpu":
+        return  # on a GPU vLLM says so itself, and names its backends
+    taken = vllm_fit.cpu_head_sizes()
+    if head_dim not in taken:
+        raise UserError(
+            f"rollout.engine: on a CPU vLLM's attention takes heads of "
+            f"{', '.join(map(str, taken))} dimensions, and those of actor.model have {head_dim}; "
+            "set rollout.engine=hf"
+        )
+
+
 def build_engine(
     name: str,
     *,

@@ -90,6 +90,13 @@ def import_vllm(*, device: torch.device) -> Any:
     return vllm
 
 
+def cpu_head_sizes() -> list[int]:
+    """Head dimensions that vLLM's attention takes on a CPU. It does not look itself: another one
+    fails in the first forward pass, in a kernel (v1/attention/backends/cpu_attn.py)."""
+    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    return list(backend.get_supported_head_sizes())
+
+
 # --- torch's default group: an engine is a world of its own -----------------------------------
 #
 # Three private names of torch.distributed.distributed_c10d (2.11 to 2.13):

@@ -93,7 +93,7 @@ def single_rank(rank: int, scratch: Path) -> dict[str, Any]:
     from rlhf_megatron.rollout.vllm import VllmEngine
 
     vllm_fit.import_vllm(device=CPU)
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"cpu_head_sizes": vllm_fit.cpu_head_sizes()}
     group = dist.new_group([0], backend="gloo")
     for kind in KINDS:
         save_config(kind, scratch / kind)
@@ -237,3 +237,10 @@ def test_the_process_is_left_as_it_was(results: dict[str, Any]) -> None:
     assert results["dist_alive"]
     assert [results[kind]["changed"] for kind in KINDS] == [[]] * len(KINDS)
     assert [results[kind]["changed_by_generate"] for kind in KINDS] == [[]] * len(KINDS)
+
+
+def test_head_sizes_with_a_kernel_are_known(results: dict[str, Any]) -> None:
+    """Those of the models here, and not the smaller ones that `check_head_size` refuses."""
+    sizes = {KINDS[kind].get("head_dim", 32) for kind in KINDS}
+    assert sizes <= set(results["cpu_head_sizes"])
+    assert not {16, 24} & set(results["cpu_head_sizes"])

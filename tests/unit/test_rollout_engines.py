@@ -17,7 +17,7 @@ from rlhf_megatron.rollout.config import (
 from rlhf_megatron.rollout.contract import Prompt, SamplingParameters
 from rlhf_megatron.rollout.engine_args import check_engine_args
 from rlhf_megatron.rollout.engine_ranks import parse_engines
-from rlhf_megatron.rollout.factory import resolve_engine
+from rlhf_megatron.rollout.factory import check_head_size, resolve_engine
 from rlhf_megatron.rollout.kv_cache import CPU_KV_CACHE_BYTES_MAX, cpu_kv_cache_bytes
 from rlhf_megatron.rollout.parameters import check_parameters, layout_problems
 from rlhf_megatron.rollout.responses import Response, SeedPlan, list_requests, to_batch
@@ -92,6 +92,15 @@ def test_auto_falls_back_and_names_the_reason(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match=r"rollout\.engine"):
         resolve_engine("vllm", device=CPU)
     assert resolve_engine("hf", device=CPU).name == "hf"
+
+
+def test_heads_that_vllm_has_no_kernel_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_fit, "cpu_head_sizes", lambda: [32, 64])
+    check_head_size("vllm", head_dim=64, device=CPU)
+    check_head_size("hf", head_dim=16, device=CPU)
+    check_head_size("vllm", head_dim=16, device=torch.device("cuda"))
+    with pytest.raises(UserError, match=r"32, 64 dimensions.*have 16; set rollout.engine=hf"):
+        check_head_size("vllm", head_dim=16, device=CPU)
 
 
 def test_requests_are_in_order_with_the_seeds_of_the_plan() -> None:
