@@ -37,6 +37,8 @@ def main() -> int:
         ranks = by_rank(file)
     for rank, steps in ranks.items():
         after = {s: gb for s, gb in steps.items() if s >= options.after_step}
+        if not after:
+            sys.exit(f"error: --after-step {options.after_step}: the last step is {max(steps)}")
         begin, end = after[min(after)], after[max(after)]
         growth = max(after.values()) / begin - 1
         is_flat &= growth <= options.bound

@@ -40,6 +40,7 @@ from rlhf_megatron.role_exchange import ExchangeGroups, build_exchange_groups
 from rlhf_megatron.role_ranks import RolePlacement, role_placement
 from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.contract import RolloutEngine
+from rlhf_megatron.rollout.engine_ranks import check_engine_size
 from rlhf_megatron.rollout.factory import (
     ResolvedEngine,
     build_engine,
@@ -345,13 +346,21 @@ def _start_weights(
 
 
 def choose_engine(
-    config: Config, *, context: DistributedContext, say: Callable[[str], None]
+    config: Config,
+    *,
+    arch: ModelArchitecture,
+    context: DistributedContext,
+    say: Callable[[str], None],
 ) -> ResolvedEngine:
-    """Choose the rollout engine, and say so. Raises UserError where it cannot be had."""
+    """Choose the rollout engine, and say so. Raises UserError where it cannot be had for the
+    actor's `arch`."""
     resolved = resolve_engine(
         config.rollout.engine, device=context.device, engine_args=config.rollout.engine_args
     )
     say(f"rollout engine: {resolved.reason}")
+    size = config.rollout.tensor_parallel_size
+    check_engine_size(resolved.name, tensor_parallel_size=size)
+    check_head_size(resolved.name, head_dim=arch.head_dim, device=context.device)
     return resolved
 
 
@@ -364,7 +373,6 @@ def choose_placement(
     say: Callable[[str], None],
 ) -> RolloutPlacement:
     """Choose the engines' ranks, and say so. Raises UserError where they do not fit the model."""
-    check_head_size(resolved.name, head_dim=actor.arch.head_dim, device=context.device)
     placement = place_engines(
         config,
         arch=actor.arch,

@@ -17,7 +17,8 @@ INTRODUCTION = """# Configuration: every key
 Made by `make docs` (`tools/config_reference.py`) from the code; change the docstrings there, not
 this page.
 
-    launch/train.py --config configs/ppo_8b_8gpu.yaml --config configs/profiles/careful.yaml \\
+    rlhf-megatron train --nproc-per-node 8 --config configs/ppo_8b_8gpu.yaml \\
+        --config configs/profiles/careful.yaml \\
         run.steps=500 actor.optimizer.learning_rate=5e-7
 
 - **Files are merged in order, a later one wins**, and `key.path=value` on the command line wins

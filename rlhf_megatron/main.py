@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The command line of launch/train.py and `rlhf-megatron train`."""
     found = Parser(
-        description="PPO of a language model: one process per GPU, started by torchrun or srun."
+        description="PPO of a language model: one process per GPU, started by torchrun or srun, or "
+        "on one node by `rlhf-megatron train --nproc-per-node N`."
     )
     found.add_argument(
         "--config",
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             if not options.gpu_memory_gb > 0:
                 raise UserError(f"--gpu-memory-gb {options.gpu_memory_gb}: must be above 0")
-            print(
+            _print_to_reader(
                 describe(
                     config,
                     world_size=options.world_size or started,
@@ -104,6 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return refuse(error)
     return train(config, architectures=architectures)
+
+
+def _print_to_reader(text: str) -> None:
+    """Print it; a reader that has seen enough, such as head, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's exit would try again
 
 
 def train(config: Config, *, architectures: Architectures) -> int:

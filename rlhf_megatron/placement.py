@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_megatron.config import Config
-from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.layout.architecture import ModelArchitecture
 from rlhf_megatron.layout.boxes import RankLayout
 from rlhf_megatron.layout.hf import hf_layout
@@ -12,7 +11,7 @@ from rlhf_megatron.layout.vllm import vllm_rank_layout
 from rlhf_megatron.reshard.engines import propose_engines
 from rlhf_megatron.reshard.pieces import Layouts
 from rlhf_megatron.resolve import rollout_ranks
-from rlhf_megatron.rollout.engine_ranks import parse_engines
+from rlhf_megatron.rollout.engine_ranks import check_engine_size, parse_engines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +34,11 @@ def place_engines(
 ) -> RolloutPlacement:
     """Group the rollout ranks as `rollout.engines` says, or so that the fewest bytes move.
 
-    `source`: the actor's layouts. Raises ConfigError where the ranks do not fit.
+    `source`: the actor's layouts. Raises UserError where the ranks do not fit.
     """
     size = config.rollout.tensor_parallel_size
+    check_engine_size(engine_name, tensor_parallel_size=size)
     if engine_name == "hf":
-        if size != 1:
-            raise ConfigError(
-                [
-                    f"rollout.tensor_parallel_size={size}: the hf engine holds a whole model on "
-                    "each rank; set it to 1, or install vLLM"
-                ]
-            )
         shards = [hf_layout(arch, head="lm")]
     else:
         shards = [

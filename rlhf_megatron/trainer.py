@@ -80,7 +80,9 @@ class Trainer:
         ledger.listeners += [self.output.console, self.offload]
         architectures = read_architectures(config)
         # Before anything slow: vLLM may be missing, or not know an argument.
-        resolved = assembly.choose_engine(config, context=context, say=self.say)
+        resolved = assembly.choose_engine(
+            config, arch=architectures.actor, context=context, say=self.say
+        )
         data = assembly.load_data(config, architectures=architectures)
         self.prompts = data.prompts
         placed = role_placement(config, world_size=context.world_size)

@@ -9,7 +9,8 @@
 
 #SBATCH --job-name=ppo-70b
 # 64 ranks. Actor and critic take 18 bytes a parameter (weights, gradients, master weights, moments),
-# 2.5 TB in all: 40 GB a rank, which leaves the other half for vLLM. Fewer nodes do not hold it. More:
+# 2.5 TB in all: 43 GB a rank, which leaves the rest for vLLM. On 4 nodes training state has to lie in
+# host memory: sbatch --nodes=4 slurm/ppo_70b.sh --config configs/ppo_70b_32gpu.yaml ... More:
 # multiples of 8; each 8 add a data-parallel replica, no key changes: sbatch --nodes=16 slurm/...
 # How the layout divides the ranks, and why, opens the configuration.
 #SBATCH --nodes=8
@@ -56,7 +57,8 @@ done
 # Megatron-Core: with sequence parallelism, collectives have to be queued before the kernels that
 # they overlap with.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-# Not set, and not to be: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. vLLM's sleep mode refuses it.
+# Not set, and not to be: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. vLLM
+# before 0.25 refuses it in its sleep mode, 0.25.1 turns it off for itself.
 unset PYTORCH_CUDA_ALLOC_CONF
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -55,7 +55,8 @@ done
 # Megatron-Core: with sequence parallelism, collectives have to be queued before the kernels that
 # they overlap with.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-# Not set, and not to be: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. vLLM's sleep mode refuses it.
+# Not set, and not to be: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. vLLM
+# before 0.25 refuses it in its sleep mode, 0.25.1 turns it off for itself.
 unset PYTORCH_CUDA_ALLOC_CONF
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

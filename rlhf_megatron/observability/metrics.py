@@ -11,7 +11,7 @@ from rlhf_megatron.observability.config import LoggingConfig
 
 WANDB_ID_FILE = "wandb_run_id.txt"
 """In the run's folder: under which id W&B knows the run, so that a resumed one goes on there."""
-_INSTALL = 'pip install "rlhf-megatron[logging]", or'
+_INSTALL = 'pip install -e ".[logging]", or'
 
 
 class MetricsWriter:

@@ -19,7 +19,7 @@ from rlhf_megatron.observability.report_page import page
 logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
-INSTALL = 'pip install "rlhf-megatron[report]"'
+INSTALL = 'pip install -e ".[report]"'
 
 
 class PlotlyMissingError(UserError):

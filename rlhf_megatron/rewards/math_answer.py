@@ -4,7 +4,7 @@
 
 Each prompt row needs a field `answer`: a number, an expression, or LaTeX (`1/2`, `\\frac{1}{2}`,
 `$x^2+1$`). The last \\boxed{...} of the response counts, else its last formula or number. 1.0 where
-both mean the same, 0.0 otherwise. Needs `pip install 'rlhf-megatron[math]'`.
+both mean the same, 0.0 otherwise. Needs `pip install -e '.[math]'`.
 
 SymPy can take for ever on what a policy writes. math-verify's own time limits are alarms in whole
 seconds that do not nest, so they are off here, and `time_limit` takes their place: a comparison

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from rlhf_megatron.errors import ConfigError
+from rlhf_megatron.errors import ConfigError, UserError
 
 
 def parse_engines(
@@ -47,3 +47,12 @@ def _ranks(part: str) -> Iterator[int]:
     for item in part.split(","):
         first, dash, last = item.strip().partition("-")
         yield from range(int(first), int(last if dash else first) + 1)
+
+
+def check_engine_size(name: str, *, tensor_parallel_size: int) -> None:
+    """Raise UserError where the engine `name` cannot be spread over so many ranks."""
+    if name == "hf" and tensor_parallel_size != 1:
+        raise UserError(
+            f"rollout.tensor_parallel_size={tensor_parallel_size}: the hf engine holds a whole "
+            "model on each rank; set it to 1, or install vLLM"
+        )

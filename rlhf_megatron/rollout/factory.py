@@ -14,6 +14,7 @@ from rlhf_megatron.rollout import vllm_fit
 from rlhf_megatron.rollout.config import RolloutConfig
 from rlhf_megatron.rollout.contract import RolloutEngine
 from rlhf_megatron.rollout.engine_args import check_engine_args
+from rlhf_megatron.rollout.engine_ranks import check_engine_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +85,8 @@ def build_engine(
     Afterwards all ranks of the job, also those without an engine, must call
     `vllm_fit.level_group_count`. Raises UserError: see the engines.
     """
+    check_engine_size(name, tensor_parallel_size=len(ranks))
     if name == "hf":
-        if len(ranks) != 1:
-            raise UserError(
-                f"rollout.tensor_parallel_size: {len(ranks)}, but the hf engine holds a whole "
-                "model on each rank; set it to 1, or use rollout.engine=vllm"
-            )
         from rlhf_megatron.rollout.hf import HfEngine
 
         return HfEngine(
