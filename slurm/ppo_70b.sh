@@ -10,7 +10,7 @@
 #SBATCH --job-name=ppo-70b
 # 64 ranks. Actor and critic take 18 bytes a parameter (weights, gradients, master weights, moments),
 # 2.5 TB in all: 43 GB a rank, which leaves the rest for vLLM. On 4 nodes training state has to lie in
-# host memory: sbatch --nodes=4 slurm/ppo_70b.sh --config configs/ppo_70b_32gpu.yaml ... More:
+# host memory, with another configuration (docs/slurm.md). More:
 # multiples of 8; each 8 add a data-parallel replica, no key changes: sbatch --nodes=16 slurm/...
 # How the layout divides the ranks, and why, opens the configuration.
 #SBATCH --nodes=8
