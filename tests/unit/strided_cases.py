@@ -58,8 +58,8 @@ def _block(random: Random, *, shape: tuple[int, ...], itemsize: int, at: int) ->
 
 
 def check_kernel(device: torch.device, *, num_cases: int, most: int = 3 * TILE_UNITS) -> int:
-    """The kernel against Tensor.copy_, with addresses and with offsets from a base. Returns the
-    number of copies that it made."""
+    """The kernel against Tensor.copy_, by offsets from a base at both ends. Returns the number of
+    copies that it made."""
     count = 0
     for seed in range(num_cases):
         case = make_case(Random(seed), num_pairs=1 + seed % 7, most=most)
